@@ -1,0 +1,71 @@
+"""fullrank: rank the whole corpus while you train, and keep the checkpoint that retrieves best.
+
+Importing the package costs nothing: names are loaded when they are first used.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Metric": "metrics",
+    "GoldenSet": "data",
+    "load_golden": "loaders",
+    "Finding": "result",
+    "Result": "result",
+    "Comparison": "comparison",
+    "compare": "comparison",
+    "Encoder": "encode",
+    "Backbone": "encode",
+    "evaluate": "evaluate",
+    "evaluate_embeddings": "evaluate",
+    "evaluate_run": "run",
+    "in_batch_metrics": "in_batch",
+    "BestStore": "store",
+    "RetrievalCallback": "callback",
+}
+__all__ = [*sorted(_HOME), "__version__"]
+
+if TYPE_CHECKING:
+    from fullrank.callback import RetrievalCallback as RetrievalCallback
+    from fullrank.comparison import Comparison as Comparison
+    from fullrank.comparison import compare as compare
+    from fullrank.data import GoldenSet as GoldenSet
+    from fullrank.encode import Backbone as Backbone
+    from fullrank.encode import Encoder as Encoder
+    from fullrank.evaluate import evaluate as evaluate
+    from fullrank.evaluate import evaluate_embeddings as evaluate_embeddings
+    from fullrank.in_batch import in_batch_metrics as in_batch_metrics
+    from fullrank.loaders import load_golden as load_golden
+    from fullrank.metrics import Metric as Metric
+    from fullrank.result import Finding as Finding
+    from fullrank.result import Result as Result
+    from fullrank.run import evaluate_run as evaluate_run
+    from fullrank.store import BestStore as BestStore
+
+
+class _Package(ModuleType):
+    """Keeps public names what they are: importing the module ``fullrank.evaluate`` must not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOME and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fullrank' has no attribute {name!r}")
+    value = getattr(import_module(f"fullrank.{_HOME[name]}"), name)
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

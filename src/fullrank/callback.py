@@ -1,0 +1,355 @@
+"""The training-loop callback: evaluates on the full corpus, chooses by it, keeps the best, restores and verifies it.
+
+Promise: the score that is reported and the weights that are kept belong together; the base model is a candidate; an
+evaluation changes nothing in the run; a failed evaluation is failed, never 0 and never chosen.
+"""
+
+import logging
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import TrainerCallback
+
+from fullrank._errors import EvaluationError, NonFiniteError, SettingError
+from fullrank.checkpoints import Evaluation, since_best
+from fullrank.comparison import Comparison, compare
+from fullrank.data import GoldenSet
+from fullrank.encode import Encoder, Precision, as_encoder
+from fullrank.evaluate import EvaluationPlan
+from fullrank.hooks import TrainerLink, precision_of, refuse_unfit_arguments
+from fullrank.in_batch import InBatchMonitor
+from fullrank.journal import Journal, move_aside, result_name
+from fullrank.metrics import Metric, TieRule
+from fullrank.objective import Objective, log_names, metrics_needed, named_sets
+from fullrank.report import evaluation_line, say, tensorboard_layout, verdict, worst_text
+from fullrank.result import Result
+from fullrank.settings import DEFAULT_METRICS
+from fullrank.store import BestStore, Stored
+from fullrank.weights import load_probe, load_weights, refuse_shadowed_adapter, save_probe, save_weights
+
+__all__ = ["RetrievalCallback"]
+
+logger = logging.getLogger(__name__)
+
+EVALUATIONS_A_RUN = 10
+PROBE_TOLERANCE = 1e-4
+"""Largest difference between embeddings of the stored folder and those seen at its step. Rounding moves them by 1e-6,
+one training step by 1e-3 and more."""
+
+
+class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
+    """Ranks the full corpus every N steps and keeps the checkpoint that retrieves best.
+
+    Use ``RetrievalCallback(golden).attach(trainer)`` after the trainer is made: the callback then stands first, reaches
+    every tracker and reads the in-batch scores of the loss. Through ``callbacks=[...]`` it evaluates, chooses, keeps,
+    restores, journals and writes TensorBoard events of its own.
+
+    Args:
+        golden: the held-out golden set, or several with different names.
+        select: what chooses: ``"recall@1"``, ``"dev/recall@1"``, or weights ``{"dev/recall@1": 0.7, ...}``.
+        every: optimizer steps between evaluations; ``"epoch"`` for each epoch; default the trainer's ``eval_steps``,
+            else ten evaluations a run. Step 0 and the end are always evaluated.
+        encoder: how to encode with the model in training, where it is no ``SentenceTransformer``: for example
+            ``Backbone(model.backbone, tokenizer)``.
+        metrics: what to compute and log.
+        ties: see `fullrank.metrics`.
+        keep_best: how many best steps stay on disk.
+        patience: stop after so many finished evaluations without an improvement.
+        min_delta: an improvement must be larger than this to reset ``patience``; the choice does not ask for it.
+        precision: of encoding; ``"auto"`` follows the training run.
+        batch_tokens: padded tokens of one batch of encoding.
+        verbose: print a line for each evaluation; default: unless ``disable_tqdm`` is set.
+
+    Attributes:
+        history: the evaluations so far (`Evaluation`).
+        best: the best stored step (`Stored`), or None.
+        improved: whether a step beat the base model.
+        base_result, best_result: results on the set that chooses, at step 0 and at the best step.
+        comparison: paired comparison of the two, set at the end.
+
+    Raises:
+        SettingError: an option that cannot work.
+        DataError: a golden set without an answerable query.
+    """
+
+    def __init__(
+        self,
+        golden: GoldenSet | Sequence[GoldenSet],
+        *,
+        select: str | Mapping[str, float] = "recall@1",
+        every: int | Literal["epoch"] | None = None,
+        encoder: Encoder | None = None,
+        metrics: Sequence[str | Metric] = DEFAULT_METRICS,
+        ties: TieRule = "expected",
+        keep_best: int = 1,
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        precision: Precision | Literal["auto"] | None = "auto",
+        batch_tokens: int | None = None,
+        verbose: bool | None = None,
+    ) -> None:
+        if (
+            every is not None
+            and every != "epoch"
+            and (isinstance(every, bool) or not isinstance(every, int) or every < 1)
+        ):
+            raise SettingError(f"every={every!r} must be a whole number of steps from 1, 'epoch' or None")
+        if patience is not None and patience < 1:
+            raise SettingError(f"patience={patience} must be at least 1")
+        if keep_best < 1:
+            raise SettingError(f"keep_best={keep_best} must be at least 1")
+        self.golden = named_sets(golden)
+        self.objective = Objective.parse(select, list(self.golden))
+        self.metrics = metrics_needed(metrics, self.objective)
+        self.every, self.encoder, self.ties, self.keep_best = every, encoder, ties, keep_best
+        self.patience, self.min_delta = patience, min_delta
+        self.precision, self.batch_tokens, self.verbose = precision, batch_tokens, verbose
+        self.monitor = InBatchMonitor()
+        self.link = TrainerLink(None)
+        self.improved = False
+        self.base_result: Result | None = None
+        self.best_result: Result | None = None
+        self.comparison: Comparison | None = None
+        self._started = False
+        self._injected_at = -1
+
+    def attach(self, trainer: Any) -> "RetrievalCallback":
+        """Puts the callback first in ``trainer``, connects it to its trackers and its loss, and returns it."""
+        refuse_shadowed_adapter(trainer.model)
+        self.link = TrainerLink(trainer)
+        self.link.register(self, self.monitor)
+        return self
+
+    @property
+    def history(self) -> list[Evaluation]:
+        """The evaluations so far."""
+        return list(self._journal.lines) if self._started else []
+
+    @property
+    def best(self) -> Stored | None:
+        """The best step whose weights are stored."""
+        return self._store.best if self._started else None
+
+    def record(self, scores: torch.Tensor, *, n_negs: int = 0, positives: torch.Tensor | None = None) -> None:
+        """Adds in-batch scores from an own training step; arguments as in `in_batch_metrics`."""
+        self.monitor.record(scores, n_negs=n_negs, positives=positives)
+
+    # ------------------------------------------------------------------ events, in the order in which they come
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepares folders and encoders; trackers are not set up yet, so nothing is evaluated here."""
+        model = kwargs["model"]
+        refuse_shadowed_adapter(model)
+        refuse_unfit_arguments(args, self.metrics)
+        if self.link.trainer is None:
+            logger.warning(
+                "RetrievalCallback was given through callbacks=[...]: it cannot reach the trackers, the loss or "
+                "callbacks before it. Use RetrievalCallback(...).attach(trainer) for those"
+            )
+        encoder = as_encoder(model if self.encoder is None else self.encoder)
+        self._plans = {name: EvaluationPlan(encoder, g, self.batch_tokens) for name, g in self.golden.items()}
+        self._precision = precision_of(args) if self.precision == "auto" else self.precision
+        self._interval = self.every or (
+            int(state.eval_steps)
+            if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps"
+            else max(1, state.max_steps // EVALUATIONS_A_RUN)
+        )
+        self._writes = bool(state.is_world_process_zero)
+        self._speaks = self._writes and (not args.disable_tqdm if self.verbose is None else self.verbose)
+        self._open(Path(args.output_dir) / "fullrank", state.global_step)
+        self._model, self._last_step = model, -1
+        self._logs: dict[str, float] = {}
+        self._line: tuple[int, Result, bool] | None = None
+        self._started = True
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Evaluates the base model before the first step."""
+        if state.global_step == 0:
+            self._add_layout()
+            return self._evaluate(args, state, control)
+        return control
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prints the line of an evaluation for which no loss line came."""
+        self._say_line(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Evaluates every N steps and at the last one."""
+        due = self._interval != "epoch" and state.global_step % self._interval == 0
+        if due or (self._interval != "epoch" and state.global_step >= state.max_steps):
+            return self._evaluate(args, state, control)
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Evaluates where training stops early, and each epoch where that was asked for."""
+        if control.should_training_stop or self._interval == "epoch" or state.global_step >= state.max_steps:
+            return self._evaluate(args, state, control)
+        return control
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **kwargs: Any
+    ) -> Any:
+        """Gives our value to ``metric_for_best_model`` where it names one of ours, in the first call of a step."""
+        wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
+        if not self._started or metrics is None or wanted not in {str(metric) for metric in self.metrics}:
+            return control
+        if f"eval_{wanted}" not in metrics and self._injected_at != state.global_step:
+            control = self._evaluate(args, state, control)
+            latest = self._journal.lines[-1]
+            name = wanted if len(self.golden) == 1 else f"{next(iter(self.golden))}/{wanted}"
+            metrics[f"eval_{wanted}"] = latest.metrics.get(name, float("-inf"))
+            self._injected_at = state.global_step
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Notes the loss line, and prints the evaluation of its step with it."""
+        if logs and "loss" in logs and self._started:
+            self._logs = dict(logs)
+            self._say_line(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restores the best weights, verifies that they are those that were scored, and says how sure the choice is."""
+        self._say_line(state)
+        best = self._store.best
+        if best is None:
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+            self._end("error", verdict(None, improved=False, step=None, metric=self.objective.label))
+            return
+        load_weights(self._model, best.path, loss=self.link.loss)
+        self._verify(best)
+        state.best_metric, state.best_global_step = best.score, best.step
+        state.best_model_checkpoint = str(best.path)
+        base = next((line for line in self._journal.lines if line.step == 0 and line.status == "ok"), None)
+        self.improved = best.step != 0 and (base is None or base.score is None or best.score > base.score)
+        set_name, metric = self.objective.leading
+        self.best_result = self._stored_result(best.step, set_name)
+        if self.base_result is None:
+            self.base_result = self._stored_result(0, set_name)
+        if self.base_result is not None and self.best_result is not None and best.step != 0:
+            self.comparison = compare(self.base_result, self.best_result, metric)
+        text = verdict(self.comparison, improved=self.improved, step=best.step, metric=self.objective.label)
+        self._end("info" if self.improved else "warning", text)
+
+    # ------------------------------------------------------------------ evaluating
+
+    def _evaluate(self, args: Any, state: Any, control: Any) -> Any:
+        step = state.global_step
+        if step == self._last_step:
+            return control
+        self._last_step = step
+        start = time.perf_counter()
+        try:
+            results = {
+                name: plan.run(metrics=self.metrics, ties=self.ties, precision=self._precision)
+                for name, plan in self._plans.items()
+            }
+        except Exception as error:
+            if step == 0 and not isinstance(error, NonFiniteError):
+                raise  # nothing has been spent yet, and it would fail at every step
+            self._failed(step, state, time.perf_counter() - start, error)
+            return control
+        score = self.objective.value(results)
+        self._journal.add(_line(step, state, results, score, time.perf_counter() - start), results)
+        self._log(log_names({n: r.metrics for n, r in results.items()}, self.objective, score), state, control)
+        is_best = self._keep(step, score)
+        set_name, _ = self.objective.leading
+        if step == 0:
+            self.base_result = results[set_name]
+        self._line = (step, results[set_name], is_best)
+        if step == 0:
+            self._say_line(state)
+        if self.patience and since_best(self._journal.current, min_delta=self.min_delta) >= self.patience:
+            control.should_training_stop = True
+        return control
+
+    def _failed(self, step: int, state: Any, seconds: float, error: Exception) -> None:
+        line = Evaluation(step, float(state.epoch or 0), "failed", seconds=seconds, error=traceback.format_exc())
+        self._journal.add(line, {})
+        logger.error("evaluation at step %d failed and is not a candidate: %s: %s", step, type(error).__name__, error)
+
+    def _keep(self, step: int, score: float) -> bool:
+        """Stores the weights if they are among the best; returns whether they are the new best."""
+        if not self._writes or not self._store.wants(step, score):
+            return False
+        plan = self._plans[self.objective.leading[0]]
+
+        def save(folder: Path) -> None:
+            save_weights(self._model, folder, save_model=self.link.save_model, loss=self.link.loss)
+            save_probe(plan.probe(precision=self._precision), folder)
+
+        try:
+            return self._store.offer(step, score, save)
+        except OSError as error:
+            logger.error("the weights of step %d could not be stored (%s); the best so far stays", step, error)
+            return False
+
+    def _verify(self, best: Stored) -> None:
+        """Raises where the restored weights are not those that were scored."""
+        seen = load_probe(best.path)
+        if seen is None:
+            logger.warning("%s holds no probe embeddings; its weights cannot be verified", best.path)
+            return
+        now = self._plans[self.objective.leading[0]].probe(precision=self._precision)
+        scale = max(1.0, float(seen.norm(dim=1).max()))
+        off = float((now - seen).abs().max()) / scale if now.shape == seen.shape else float("inf")
+        if not off <= PROBE_TOLERANCE:
+            raise EvaluationError(
+                f"the weights in {best.path} are not those that scored {best.score:.4f} at step {best.step}: probe "
+                f"embeddings differ by {off:.2g} (at most {PROBE_TOLERANCE:g} is rounding). Do not use this folder"
+            )
+
+    # ------------------------------------------------------------------ folders and trackers
+
+    def _open(self, folder: Path, step: int) -> None:
+        if step == 0 and self._writes:
+            move_aside(folder)
+        self._journal = Journal(folder, write=self._writes)
+        self._store = BestStore(folder / "best", keep_best=self.keep_best)
+        self._folder = folder
+        if step:
+            self._journal.resume(step, [stored.step for stored in self._store.stored])
+
+    def _stored_result(self, step: int, set_name: str) -> Result | None:
+        path = self._folder / result_name(step, set_name if len(self.golden) > 1 else None)
+        return Result.load(path) if path.is_file() else None
+
+    def _log(self, logs: dict[str, float], state: Any, control: Any) -> None:
+        self.link.log(logs, state, control, folder=self._folder, writes=self._writes)
+
+    def _add_layout(self) -> None:
+        writer = self.link.writer
+        if writer is not None:
+            names = log_names({n: dict.fromkeys(map(str, self.metrics), 0.0) for n in self.golden}, self.objective, 0.0)
+            writer.add_custom_scalars(tensorboard_layout([f"eval/{name[5:]}" for name in names]))
+
+    def _say_line(self, state: Any) -> None:
+        if not self._started or self._line is None:
+            return
+        (step, result, is_best), self._line = self._line, None
+        _, metric = self.objective.leading
+        if self._speaks:
+            say(evaluation_line(step, state.max_steps, result, str(metric), logs=self._logs, is_best=is_best))
+        writer = self.link.writer
+        if writer is not None:
+            golden = self.golden[self.objective.leading[0]]
+            corpus = dict(zip(golden.doc_ids, golden.doc_texts, strict=True))
+            writer.add_text("worst queries", worst_text(result.worst(10, metric), corpus), step)
+
+    def _end(self, level: Literal["info", "warning", "error"], text: str) -> None:
+        if self._speaks:
+            say(text)
+        elif level != "info":
+            getattr(logger, level)(text)
+
+
+def _line(step: int, state: Any, results: Mapping[str, Result], score: float, seconds: float) -> Evaluation:
+    metrics = {
+        name if len(results) == 1 else f"{set_name}/{name}": value
+        for set_name, result in results.items()
+        for name, value in result.metrics.items()
+    }
+    return Evaluation(step, float(state.epoch or 0), "ok", score, metrics, seconds)

@@ -1,0 +1,76 @@
+"""Decisions about checkpoints as pure functions of plain data: which is best, which stay.
+
+Promise: a failed evaluation is failed, never 0; NaN never wins; of equal scores the earlier step wins.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Evaluation", "best_of", "since_best", "steps_to_keep"]
+
+Status = Literal["ok", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of a run: a line of its journal.
+
+    Attributes:
+        step, epoch: where in training.
+        status: ``ok``, ``failed`` (the evaluation raised or the embeddings were not finite) or ``skipped``.
+        score: value of the objective; None unless ``ok``.
+        metrics: ``{"recall@1": ...}``, with several golden sets ``{"<set>/recall@1": ...}``.
+        seconds: how long it took.
+        error: traceback of a failed one.
+        note: remarks, such as ``abandoned branch``.
+    """
+
+    step: int
+    epoch: float
+    status: Status
+    score: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str | None = None
+    note: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the JSON form; a note is left out where there is none."""
+        return {name: value for name, value in vars(self).items() if name != "note" or value is not None}
+
+
+def best_of(history: Iterable[Evaluation]) -> Evaluation | None:
+    """Returns the evaluation with the highest finite score, the earliest step among equals, or None."""
+    scored = [(e.score, -e.step, e) for e in history if e.status == "ok" and _finite(e.score)]
+    return max(scored, key=lambda entry: entry[:2])[2] if scored else None
+
+
+def since_best(history: Sequence[Evaluation], *, min_delta: float = 0.0) -> int:
+    """Returns how many finished evaluations came after the last improvement of more than ``min_delta``.
+
+    Failed evaluations do not count.
+    """
+    best, waited = -math.inf, 0
+    for evaluation in history:
+        if evaluation.status != "ok" or evaluation.score is None or not math.isfinite(evaluation.score):
+            continue
+        if evaluation.score > best + (min_delta if math.isfinite(best) else 0.0):
+            best, waited = evaluation.score, 0
+        else:
+            waited += 1
+    return waited
+
+
+def steps_to_keep(scores: dict[int, float], keep_best: int) -> list[int]:
+    """Returns the ``keep_best`` steps of highest score, best first; equal scores by rising step.
+
+    >>> steps_to_keep({0: 0.5, 2: 0.7, 4: 0.7}, 2)
+    [2, 4]
+    """
+    return sorted(scores, key=lambda step: (-scores[step], step))[:keep_best]
+
+
+def _finite(score: float | None) -> bool:
+    return score is not None and math.isfinite(score)

@@ -1,0 +1,147 @@
+"""The command line: thin doors to the library.
+
+Exit codes: 0 fine, 1 the answer is "no" (nothing beat the base model), 2 wrong input.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from fullrank._errors import FullrankError
+from fullrank.loaders import load_golden
+from fullrank.report import comparison_table, findings_text, result_table, say
+from fullrank.settings import DEFAULT_METRICS, parsed
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    help="Rank the whole corpus, and keep the checkpoint that retrieves best.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Metrics = Annotated[str, typer.Option("--metrics", help="Comma-separated, for example recall@1,ndcg@10.")]
+
+
+@app.callback()
+def _common(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show log messages of the libraries below.")] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    if not verbose:
+        warnings.simplefilter("ignore")  # of the libraries below; ours are Findings
+        for noisy in ("transformers", "sentence_transformers", "datasets", "peft", "httpx"):
+            logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
+    full: Annotated[
+        bool, typer.Option("--full", help="The whole standard library: more functions, more steps.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="Path or hub id; default: the packaged all-MiniLM-L6-v2.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+) -> None:
+    """Fine-tune a real model on code search and keep the checkpoint that retrieves best.
+
+    Example: fullrank demo --out runs/demo
+    """
+    with _quiet_loading():
+        from fullrank.demo import run_demo
+
+        run = run_demo(out, full=full, model=model, steps=steps, say=say)
+    found = run.callback
+    if found.base_result is not None and found.best_result is not None:
+        say(comparison_table(found.base_result, found.best_result, title="Held-out modules, full corpus"))
+    if found.best is not None:
+        say(f"Best weights: {found.best.path}")
+    say(f"Curves:       tensorboard --logdir {out}")
+    say(f"Journal:      {out / 'fullrank' / 'history.jsonl'}")
+    say(f"{run.seconds:.0f} s in all")
+    raise typer.Exit(0 if found.improved else 1)
+
+
+@app.command(name="eval")
+def evaluate_model(
+    model: Annotated[str, typer.Argument(help="Path or hub id of a SentenceTransformer.")],
+    data: Annotated[str, typer.Option(help="BEIR folder, golden .jsonl, or hf:, ir_datasets:, mteb: source.")],
+    split: Annotated[str, typer.Option(help="Which judgements: qrels/SPLIT.tsv.")] = "test",
+    metrics: Metrics = ",".join(DEFAULT_METRICS),
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: the model as it stands.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the result goes; default: MODEL-DATA-SPLIT.json.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON instead of a table.")] = False,
+) -> None:
+    """Evaluate a model on a golden set: every document, every query, exact ranks.
+
+    Example: fullrank eval sentence-transformers/all-MiniLM-L6-v2 --data beir/scifact
+    """
+    wanted = parsed([name.strip() for name in metrics.split(",") if name.strip()])
+    golden = load_golden(data, split)
+    with _quiet_loading():
+        from fullrank.demo import load_sentence_transformer
+        from fullrank.evaluate import evaluate
+
+        network = load_sentence_transformer(model)
+    with _bars() as progress:
+        result = evaluate(network, golden, metrics=wanted, precision=precision, progress=progress)  # type: ignore[arg-type]
+    path = result.save(out or Path(f"{Path(model).name}-{golden.name}.json"))
+    if as_json:
+        say(json.dumps({"metrics": result.metrics, "counts": result.counts, "result": str(path)}))
+        return
+    n = result.counts
+    say(result_table(result, title=f"{golden.name}: {n['n_scored']:,} queries, {n['n_documents']:,} documents"))
+    if result.findings:
+        say(findings_text(result.findings))
+    rate = result.timing.get("documents_per_second", 0.0)
+    say(f"{result.timing['total']:.1f} s, {rate:,.0f} documents/s; result in {path}")
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields a progress callback that draws a bar a phase; silent where nobody watches."""
+    bars: dict[str, Any] = {}
+
+    def progress(phase: str, done: int, total: int) -> None:
+        if phase not in bars:
+            bars[phase] = tqdm(total=total, desc=f"encode {phase}", disable=None, leave=False, delay=1)
+        bars[phase].update(done - bars[phase].n)
+
+    try:
+        yield progress
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Keeps the weight-loading bars of transformers off the screen."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+def main() -> None:
+    """Runs the command line; an error of ours is one message and exit code 2."""
+    try:
+        app()
+    except FullrankError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)

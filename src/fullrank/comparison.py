@@ -1,0 +1,121 @@
+"""Is one result better than another: a paired comparison, query by query.
+
+Promise: results of unlike data are not compared silently; a difference that the queries cannot carry is called so.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullrank._errors import DataError
+from fullrank.metrics import Metric
+from fullrank.result import Result
+from fullrank.stats import Interval, mean_interval, paired_p_value
+
+__all__ = ["Comparison", "Verdict", "compare"]
+
+logger = logging.getLogger(__name__)
+
+Verdict = Literal["better", "worse", "not separable"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A paired comparison of two results on the same queries.
+
+    Attributes:
+        metric: the metric.
+        n: queries compared.
+        delta: mean of candidate - baseline.
+        interval: its interval.
+        p_value: of the two-sided paired randomisation test.
+        verdict: ``better`` or ``worse`` where p < 1 - level, else ``not separable``.
+        wins, losses: ids of the queries that rose and fell.
+    """
+
+    metric: str
+    n: int
+    delta: float
+    interval: Interval
+    p_value: float
+    verdict: Verdict
+    wins: tuple[str, ...]
+    losses: tuple[str, ...]
+
+
+def compare(
+    baseline: Result,
+    candidate: Result,
+    metric: str | Metric,
+    *,
+    level: float = 0.95,
+    seed: int = 0,
+    allow_other_data: bool = False,
+) -> Comparison:
+    """Returns the paired comparison of ``candidate`` with ``baseline``, joined by query id.
+
+    Raises:
+        DataError: no common query, or the two were made on unlike data or by unlike rules (allowed with
+            ``allow_other_data=True``: then the common queries are compared).
+        SettingError: the metric was not computed in both.
+    """
+    name = baseline.name_of(metric)
+    candidate.name_of(metric)
+    place = {qid: i for i, qid in enumerate(candidate.query_ids)}
+    common = [(i, place[qid]) for i, qid in enumerate(baseline.query_ids) if qid in place]
+    if not common:
+        raise DataError("the two results have no query in common; they cannot be compared")
+    unlike = _unlike(baseline, candidate)
+    if unlike and not allow_other_data:
+        raise DataError(
+            f"the two results differ in {', '.join(unlike)}: a difference between them would not be the model's. "
+            "Evaluate both on the same data, or pass allow_other_data=True to compare the common queries"
+        )
+    before, after = (np.array(rows) for rows in zip(*common, strict=True))
+    ids = np.array(baseline.query_ids, dtype=object)[before]
+    difference = candidate.per_query[name][after] - baseline.per_query[name][before]
+    delta = math.fsum(difference) / len(difference)
+    p_value = paired_p_value(difference, seed=seed)
+    separable = p_value < 1 - level
+    return Comparison(
+        name,
+        len(difference),
+        delta,
+        _interval(difference, level, seed),
+        p_value,
+        ("better" if delta > 0 else "worse") if separable else "not separable",
+        tuple(ids[difference > 0]),
+        tuple(ids[difference < 0]),
+    )
+
+
+def _interval(difference: NDArray[np.float64], level: float, seed: int) -> Interval:
+    if np.any(difference):
+        return mean_interval(difference, level=level, seed=seed, bounds=(-1.0, 1.0))
+    # No query differs; by Wilson's bound for 0 of n, so many queries of all could.
+    most = mean_interval(np.zeros(len(difference)), level=level).high
+    return Interval(-most, most, level, "wilson")
+
+
+def _unlike(baseline: Result, candidate: Result) -> list[str]:
+    """Returns what makes two results incomparable; a missing entry on either side says nothing."""
+    found: list[str] = [
+        key
+        for key in ("data", "ties", "truncated_run")
+        if key in baseline.provenance
+        and key in candidate.provenance
+        and baseline.provenance[key] != candidate.provenance[key]
+    ]
+    if baseline.relevant_from != candidate.relevant_from:
+        found.append("relevant_from")
+    if not found and set(baseline.query_ids) != set(candidate.query_ids):
+        found.append("queries")
+    for key in ("prompts", "similarity", "precision", "max_length"):
+        mine, other = baseline.provenance.get(key), candidate.provenance.get(key)
+        if mine is not None and other is not None and mine != other:
+            logger.warning("compared results differ in %s: %r and %r", key, mine, other)
+    return found

@@ -1,0 +1,113 @@
+"""The seams of a Hugging Face trainer: what a callback cannot reach by itself.
+
+Promise: only the given trainer instance is touched, never a class; without a trainer the callback still works, with
+less reach. Facts about transformers are those of release 5.23 and later.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fullrank._errors import SettingError
+from fullrank.encode import Precision
+from fullrank.in_batch import InBatchMonitor
+from fullrank.metrics import Metric
+
+__all__ = ["TrainerLink", "precision_of", "refuse_unfit_arguments"]
+
+
+class TrainerLink:
+    """A trainer as the callback sees it; with None it logs to the state and to TensorBoard events of its own."""
+
+    def __init__(self, trainer: Any | None) -> None:
+        self.trainer = trainer
+        self._writer: Any = None
+
+    @property
+    def loss(self) -> Any:
+        """The loss modules of a sentence-transformers trainer, or None."""
+        return getattr(self.trainer, "loss", None)
+
+    @property
+    def save_model(self) -> Callable[[Path], object] | None:
+        """Writes the model as the trainer does, without a push to the hub; None without a trainer."""
+        trainer = self.trainer
+        return None if trainer is None else lambda folder: trainer.save_model(str(folder), _internal_call=True)
+
+    def register(self, callback: Any, monitor: InBatchMonitor) -> None:
+        """Puts ``callback`` first, taps the loss, and adds the in-batch metrics to the loss lines."""
+        callbacks = self.trainer.callback_handler.callbacks  # type: ignore[union-attr]
+        if callback in callbacks:
+            callbacks.remove(callback)
+        # First, so that an early stopping callback sees the metrics that we add in `on_evaluate`.
+        callbacks.insert(0, callback)
+        losses = self.loss.values() if isinstance(self.loss, dict) else [self.loss]
+        modules = [loss for loss in losses if isinstance(loss, nn.Module)]
+        for loss in modules:
+            monitor.watch_loss(loss)
+        if not modules:
+            monitor.watch_model(self.trainer.model)  # type: ignore[union-attr]
+        self._extend_log(monitor)
+
+    def _extend_log(self, monitor: InBatchMonitor) -> None:
+        trainer, inner = self.trainer, self.trainer.log  # type: ignore[union-attr]
+
+        def log(logs: dict[str, float], *args: Any, **options: Any) -> Any:
+            # `Trainer.log` copies what it is given before `on_log`: keys for the loss line must come in here.
+            return inner({**logs, **monitor.flush()} if "loss" in logs else logs, *args, **options)
+
+        trainer.log = log  # type: ignore[union-attr]
+
+    def log(self, logs: dict[str, float], state: Any, control: Any, *, folder: Path, writes: bool) -> None:
+        """Sends ``logs`` to the history and every tracker, without swallowing the loss line of the step."""
+        if self.trainer is not None:
+            # `Trainer.log` resets this flag, and the step's loss would then not be logged.
+            should_log = control.should_log
+            self.trainer.log(dict(logs))
+            self.trainer.control.should_log = control.should_log = should_log
+            return
+        state.log_history.append({**logs, "epoch": state.epoch, "step": state.global_step})
+        if writes:
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
+            for name, value in logs.items():
+                self._writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, state.global_step)
+            self._writer.flush()
+
+    @property
+    def writer(self) -> Any:
+        """The TensorBoard writer in use, or None."""
+        if self.trainer is None:
+            return self._writer
+        found = (getattr(callback, "tb_writer", None) for callback in self.trainer.callback_handler.callbacks)
+        return next((writer for writer in found if writer is not None), None)
+
+
+def precision_of(args: Any) -> Precision | None:
+    """Returns the precision of the training run: that of its autocast, or None for the model as it stands."""
+    if getattr(args, "bf16", False):
+        return "bf16"
+    return "fp16" if getattr(args, "fp16", False) else None
+
+
+def refuse_unfit_arguments(args: Any, metrics: Sequence[Metric]) -> None:
+    """Raises `SettingError` for training arguments that would turn one of our metrics upside down."""
+    wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
+    if wanted not in {str(metric) for metric in metrics}:
+        return
+    if args.greater_is_better is False:
+        raise SettingError(
+            f"metric_for_best_model={wanted!r} with greater_is_better=False would keep the worst checkpoint; set "
+            "greater_is_better=True"
+        )
+    scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    options = args.lr_scheduler_kwargs if isinstance(args.lr_scheduler_kwargs, dict) else {}
+    if scheduler == "reduce_lr_on_plateau" and options.get("mode") != "max":
+        raise SettingError(
+            f"lr_scheduler_type='reduce_lr_on_plateau' waits for metric_for_best_model={wanted!r} to fall; pass "
+            "lr_scheduler_kwargs={'mode': 'max'}"
+        )

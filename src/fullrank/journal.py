@@ -1,0 +1,97 @@
+"""The journal of a run: one line for each evaluation, the truth about what happened.
+
+Promise: a line is there whole or not at all; a run that starts where a journal lies moves the old one aside and deletes
+nothing.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fullrank._errors import DataError
+from fullrank._files import write_atomically
+from fullrank.checkpoints import Evaluation
+from fullrank.result import Result
+
+__all__ = ["Journal", "move_aside"]
+
+logger = logging.getLogger(__name__)
+
+FILE = "history.jsonl"
+ABANDONED = "abandoned branch"
+
+
+class Journal:
+    """The evaluations of a run, in ``FOLDER/history.jsonl``, and their results in ``FOLDER/step-N.json``.
+
+    Args:
+        folder: usually ``OUTPUT_DIR/fullrank``.
+        write: False on ranks that only read.
+    """
+
+    def __init__(self, folder: Path, *, write: bool = True) -> None:
+        self.folder, self.write = folder, write
+        self.lines: list[Evaluation] = []
+
+    def resume(self, step: int, stored_steps: Sequence[int]) -> None:
+        """Reads the journal back and cuts it to ``step``; stored steps of a later branch keep their line, marked."""
+        lines = _read(self.folder / FILE)
+        stored = set(stored_steps)
+        past = [line for line in lines if line.step <= step]
+        later = [replace(line, note=ABANDONED) for line in lines if line.step > step and line.step in stored]
+        self.lines = past + later
+        self._flush()
+
+    @property
+    def current(self) -> list[Evaluation]:
+        """The evaluations of this branch: what patience counts."""
+        return [line for line in self.lines if line.note != ABANDONED]
+
+    def add(self, line: Evaluation, results: dict[str, Result]) -> None:
+        """Appends a line; a step that was evaluated before is replaced. ``results``: by golden set name."""
+        self.lines = [old for old in self.lines if old.step != line.step] + [line]
+        if not self.write:
+            return
+        for name, result in results.items():
+            result.save(self.folder / result_name(line.step, name if len(results) > 1 else None))
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.write:
+            text = "".join(json.dumps(line.as_dict(), ensure_ascii=False) + "\n" for line in self.lines)
+            write_atomically(self.folder / FILE, text)
+
+
+def result_name(step: int, golden_name: str | None = None) -> str:
+    """Returns the file name of a stored result; with several golden sets it carries the name of the set."""
+    if golden_name is None:
+        return f"step-{step}.json"
+    return f"step-{step}.{''.join(c if c.isalnum() or c in '-_.' else '-' for c in golden_name)}.json"
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Renames a folder that an earlier run left to ``NAME.1``, ``NAME.2``, ... and returns the new path."""
+    if not folder.exists():
+        return None
+    n = 1
+    while (target := folder.with_name(f"{folder.name}.{n}")).exists():
+        n += 1
+    folder.rename(target)
+    logger.warning("%s is of an earlier run; moved to %s", folder, target)
+    return target
+
+
+def _read(path: Path) -> list[Evaluation]:
+    if not path.is_file():
+        return []
+    lines: list[Evaluation] = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            body: dict[str, Any] = json.loads(text)
+            lines.append(Evaluation(**body))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}, line {number}: not an entry of a journal ({error})") from error
+    return lines

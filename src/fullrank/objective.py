@@ -1,0 +1,106 @@
+"""The value that chooses: one metric of one golden set, or a weighted sum over several.
+
+Promise: what is chosen by is named in logs, journal and files exactly as the user named it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fullrank._errors import SettingError
+from fullrank.data import GoldenSet
+from fullrank.metrics import Metric
+from fullrank.result import Result
+
+__all__ = ["Objective", "metrics_needed", "named_sets"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A weighted sum of metrics of golden sets.
+
+    Attributes:
+        terms: (golden set, metric, weight).
+        label: the name of the objective: the metric where there is one term on the only set, else as the user wrote it.
+    """
+
+    terms: tuple[tuple[str, Metric, float], ...]
+    label: str
+
+    @classmethod
+    def parse(cls, select: str | Mapping[str, float], set_names: Sequence[str]) -> "Objective":
+        """Returns the objective that ``select`` names.
+
+        Args:
+            select: ``"recall@1"``, ``"dev/recall@1"``, or ``{"dev/recall@1": 0.7, "faq/recall@1": 0.3}``. A metric
+                without a set is that of the first set.
+            set_names: names of the golden sets.
+
+        Raises:
+            SettingError: unknown set or metric, a weight that is not positive.
+        """
+        weights = {select: 1.0} if isinstance(select, str) else dict(select)
+        if not weights:
+            raise SettingError("select is empty; name a metric, for example select='recall@1'")
+        terms = []
+        for name, weight in weights.items():
+            set_name, _, metric = name.rpartition("/")
+            if set_name and set_name not in set_names:
+                raise SettingError(f"select names the golden set {set_name!r}; there are {', '.join(set_names)}")
+            if not weight > 0:
+                raise SettingError(f"select gives {name!r} the weight {weight!r}; weights must be positive")
+            terms.append((set_name or set_names[0], Metric.parse(metric), float(weight)))
+        if len(terms) > 1:
+            return cls(tuple(terms), "objective")
+        set_name, parsed, _ = terms[0]
+        return cls(tuple(terms), str(parsed) if len(set_names) == 1 else f"{set_name}/{parsed}")
+
+    def value(self, results: Mapping[str, Result]) -> float:
+        """Returns the weighted sum; ``results`` by golden set name."""
+        return sum(weight * results[name].metrics[str(metric)] for name, metric, weight in self.terms)
+
+    @property
+    def leading(self) -> tuple[str, Metric]:
+        """The (golden set, metric) of the largest weight: what intervals and comparisons are shown for."""
+        name, metric, _ = max(self.terms, key=lambda term: term[2])
+        return name, metric
+
+
+def named_sets(golden: GoldenSet | Sequence[GoldenSet]) -> dict[str, GoldenSet]:
+    """Returns the golden sets by name.
+
+    Raises:
+        SettingError: none, or two of the same name.
+    """
+    sets = [golden] if isinstance(golden, GoldenSet) else list(golden)
+    if not sets or not all(isinstance(item, GoldenSet) for item in sets):
+        raise SettingError("golden must be a GoldenSet or a list of them; load one with fullrank.load_golden(folder)")
+    names = [item.name for item in sets]
+    if len(set(names)) < len(names):
+        raise SettingError(f"golden sets need different names, got {', '.join(names)}; pass name=... to GoldenSet")
+    for item in sets:
+        item.require_answerable()
+    return dict(zip(names, sets, strict=True))
+
+
+def metrics_needed(metrics: Sequence[str | Metric], objective: Objective) -> list[Metric]:
+    """Returns the metrics to compute: those asked for and those of the objective, each once."""
+    wanted = [Metric.parse(metric) for metric in metrics] + [metric for _, metric, _ in objective.terms]
+    return list(dict.fromkeys(wanted))
+
+
+def log_names(values: Mapping[str, Mapping[str, float]], objective: Objective, score: float) -> dict[str, float]:
+    """Returns what goes to the trackers, from ``{golden set: {metric: value}}``.
+
+    ``eval_<metric>``; with several sets ``eval_<set>_<metric>`` and ``eval_<select>`` for the value that chooses.
+    """
+    several = len(values) > 1
+    logs = {
+        f"eval_{set_name}_{name}" if several else f"eval_{name}": float(value)
+        for set_name, metrics in values.items()
+        for name, value in metrics.items()
+    }
+    if len(objective.terms) > 1:
+        logs[f"eval_{objective.label}"] = float(score)
+    elif several:
+        logs[f"eval_{objective.terms[0][1]}"] = float(score)
+    return logs

