@@ -32,6 +32,7 @@ ABOVE_TORCH = [
     "codesearch",
 ]
 BELOW_TORCH = [
+    "models",
     "search",
     "isolate",
     "tokens",

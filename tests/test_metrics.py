@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 import time
 
 import numpy as np
@@ -722,7 +721,7 @@ def test_unknown_names_suggest_the_nearest(text, nearest):
 
 @pytest.mark.parametrize("text", ["recall@+1", "recall@-1", "recall@1_0", "ndcg@1.5", "mrr@10 ", "mrr@", "recall@１"])
 def test_a_cut_off_that_is_no_whole_number(text):
-    with pytest.raises(ValueError, match="has the cut-off '.*'; it must be a whole number from 1"):
+    with pytest.raises(ValueError, match=r"has the cut-off '.*'; it must be a whole number from 1"):
         Metric.parse(text)
 
 

@@ -111,7 +111,7 @@ def test_coverage_of_the_bootstrap(n):
 
 @pytest.mark.parametrize("bad", [[], [math.nan], [0.5, math.nan], [math.inf, 0.5], [[0.5, 1.0]]])
 def test_values_without_an_interval(bad):
-    with pytest.raises(ValueError, match="an interval needs at least one|a flat list of numbers without NaN or inf"):
+    with pytest.raises(ValueError, match=r"an interval needs at least one|a flat list of numbers without NaN or inf"):
         mean_interval(bad)
 
 

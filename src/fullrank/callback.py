@@ -5,6 +5,7 @@ evaluation changes nothing in the run; a failed evaluation is failed, never 0 an
 """
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -247,12 +248,14 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 name: plan.run(metrics=self.metrics, ties=self.ties, precision=self._precision)
                 for name, plan in self._plans.items()
             }
+            score = self.objective.value(results)
+            if not math.isfinite(score):
+                raise NonFiniteError(f"{self.objective.label} is {score} at step {step}")
         except Exception as error:
             if step == 0 and not isinstance(error, NonFiniteError):
                 raise  # nothing has been spent yet, and it would fail at every step
             self._failed(step, state, time.perf_counter() - start, error)
             return control
-        score = self.objective.value(results)
         self._journal.add(_line(step, state, results, score, time.perf_counter() - start), results)
         self._log(log_names({n: r.metrics for n, r in results.items()}, self.objective, score), state, control)
         is_best = self._keep(step, score)

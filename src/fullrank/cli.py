@@ -91,8 +91,8 @@ def evaluate_model(
     wanted = parsed([name.strip() for name in metrics.split(",") if name.strip()])
     golden = load_golden(data, split)
     with _quiet_loading():
-        from fullrank.demo import load_sentence_transformer
         from fullrank.evaluate import evaluate
+        from fullrank.models import load_sentence_transformer
 
         network = load_sentence_transformer(model)
     with _bars() as progress:

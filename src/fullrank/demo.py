@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import ProgressCallback
 
 from fullrank._errors import DataError, SettingError
 from fullrank._optional import require
 from fullrank.callback import RetrievalCallback
 from fullrank.codesearch import CodeSearch, standard_library_task
+from fullrank.models import load_sentence_transformer
 
 __all__ = ["Demo", "packaged_model", "run_demo"]
 
@@ -29,8 +31,8 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 DOCUMENTS, QUERIES = 2_000, 700
 MAX_TOKENS = 64
 BATCH = 32
-STEPS, FULL_STEPS = 50, 240
-EVALUATIONS = 5
+STEPS, FULL_STEPS = 40, 240
+EVALUATIONS, FULL_EVALUATIONS = 4, 12
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def run_demo(
     full: bool = False,
     model: str | None = None,
     steps: int | None = None,
+    task: CodeSearch | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Demo:
     """Returns a finished run: LoRA fine-tuning of ``model`` on the standard library's functions.
@@ -65,6 +68,7 @@ def run_demo(
         full: the whole library instead of a part of it.
         model: path or hub id of a ``SentenceTransformer``; default the packaged all-MiniLM-L6-v2.
         steps: optimizer steps.
+        task: another task than the standard library's.
         say: called with lines of progress.
 
     Raises:
@@ -80,7 +84,8 @@ def run_demo(
     require("accelerate", extra="demo")
     source = str(packaged_model()) if model is None else model
     network = load_sentence_transformer(source)
-    task = standard_library_task() if full else standard_library_task(n_documents=DOCUMENTS, n_queries=QUERIES)
+    if task is None:
+        task = standard_library_task() if full else standard_library_task(n_documents=DOCUMENTS, n_queries=QUERIES)
     golden, pairs = task.golden, task.pairs
     say(
         f"Task: {len(golden.corpus):,} functions of {task.n_modules} modules of the standard library; "
@@ -92,9 +97,11 @@ def run_demo(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft on transformers 5 announces a later rename
         network[0].model = peft.get_peft_model(network[0].model, config)
+    network.model_card_data.generate_widget_examples = False  # a second pass over the data, for the card alone
     n_steps = steps or (FULL_STEPS if full else STEPS)
+    every = max(1, n_steps // (FULL_EVALUATIONS if full else EVALUATIONS))
     trainer = _trainer(network, pairs, out, n_steps)
-    callback = RetrievalCallback(golden, select="recall@1", every=max(1, n_steps // EVALUATIONS)).attach(trainer)
+    callback = RetrievalCallback(golden, select="recall@1", every=every).attach(trainer)
     say(f"Training: LoRA on {source}, {n_steps} steps of {BATCH} pairs; every evaluation ranks all documents")
     trainer.train()
     return Demo(callback, task, out, time.perf_counter() - start)
@@ -117,28 +124,6 @@ def packaged_model() -> Path:
     return folder
 
 
-def load_sentence_transformer(source: str) -> Any:
-    """Returns the ``SentenceTransformer`` at a path or of a hub id; code that comes with a model is never run.
-
-    Raises:
-        DataError: nothing is there, or it is no model.
-    """
-    from sentence_transformers import SentenceTransformer
-
-    path = Path(source).expanduser()
-    looks_local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
-    if looks_local and not path.is_dir():
-        raise DataError(f"model folder {source!r} does not exist")
-    try:
-        return SentenceTransformer(str(path) if path.is_dir() else source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(
-            f"cannot load the model {source!r}: {first} Expected a folder written by save_pretrained, or a hub id "
-            "that can be reached"
-        ) from error
-
-
 class _QuietProgress(ProgressCallback):  # type: ignore[misc]  # the bar without its raw dicts: we print better lines
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Prints nothing."""
@@ -156,11 +141,12 @@ def _trainer(network: Any, pairs: list[tuple[str, str]], out: Path, n_steps: int
         learning_rate=3e-4,
         warmup_steps=max(1, n_steps // 10),
         lr_scheduler_type="linear",
-        logging_steps=max(1, n_steps // (4 * EVALUATIONS)),
+        logging_steps=max(1, n_steps // 20),
         save_strategy="no",
         report_to=["tensorboard"],
         seed=7,
         batch_sampler="no_duplicates",
+        dataloader_pin_memory=torch.cuda.is_available(),
     )
     queries, sources = zip(*pairs, strict=True)
     trainer = SentenceTransformerTrainer(

@@ -130,7 +130,7 @@ def paired_p_value(differences: ArrayLike, *, seed: int = 0, n_permutations: int
 
 def _distance_from_zero(sample: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
     # Rounded: sums of the same numbers in another order differ in the last bits, and equal distances must tie.
-    return np.round(np.abs(np.sum(sample, axis=axis)), 10)
+    return np.asarray(np.round(np.abs(np.sum(sample, axis=axis)), 10), dtype=np.float64)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

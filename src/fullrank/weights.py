@@ -55,9 +55,9 @@ def load_weights(model: nn.Module, folder: Path, *, loss: object = None) -> None
         EvaluationError: the folder does not hold all that the model needs.
     """
     inner = unwrap(model)
-    adapted = _adapted(inner)
-    if adapted:
-        _load_adapters(adapted, folder)
+    # A wrapper around an adapted backbone is saved as a whole state, without adapter files.
+    if adapters := sorted(folder.rglob(ADAPTER)):
+        _load_adapters(_adapted(inner), adapters, folder)
     else:
         _load_whole(inner, folder)
     if (folder / EXTRA).is_file():
@@ -109,9 +109,8 @@ def _adapted(model: nn.Module) -> list[nn.Module]:
     return [part for part in found if not any(other in list(part.modules())[1:] for other in found)]
 
 
-def _load_adapters(adapted: list[nn.Module], folder: Path) -> None:
+def _load_adapters(adapted: list[nn.Module], paths: list[Path], folder: Path) -> None:
     peft = require("peft", extra="lora")
-    paths = sorted(folder.rglob(ADAPTER))
     if len(paths) != len(adapted):
         raise EvaluationError(f"{folder} holds {len(paths)} adapters for {len(adapted)} adapted modules")
     for part, path in zip(adapted, paths, strict=True):

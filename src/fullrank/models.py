@@ -1,0 +1,38 @@
+"""Loading models by path or hub id.
+
+Promise: code that comes with a model is never run, weights are read from safetensors, and a model that is not there is
+one clear error.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from fullrank._errors import DataError
+
+__all__ = ["load_sentence_transformer"]
+
+
+def load_sentence_transformer(source: str) -> Any:
+    """Returns the ``SentenceTransformer`` at a path or of a hub id; code that comes with a model is never run.
+
+    Raises:
+        DataError: nothing is there, or it is no model.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    path = Path(source).expanduser()
+    looks_local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
+    if looks_local and not path.is_dir():
+        raise DataError(f"model folder {source!r} does not exist")
+    try:
+        return SentenceTransformer(
+            str(path) if path.is_dir() else source,
+            trust_remote_code=False,
+            model_kwargs={"use_safetensors": True},
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"cannot load the model {source!r}: {first} Expected a folder written by save_pretrained, or a hub id "
+            "that can be reached"
+        ) from error
