@@ -90,13 +90,27 @@ def test_case_1_a_collapsed_model_scores_chance(relevant):
             assert "collapse" in {finding.kind for finding in result.findings}
 
 
-def test_a_model_that_has_not_collapsed_is_not_called_so():
-    result = evaluate_embeddings(
-        torch.eye(30)[:3], torch.eye(30) + 0.1, golden_of(30, {f"q{i}": {f"d{i}": 1} for i in range(3)})
-    )
-    assert result.collapsed is False
+@pytest.mark.parametrize(("n", "k"), [(9, 1), (12, 1), (25, 10), (67, 10), (67, 50), (500, 100)])
+def test_a_model_that_has_not_collapsed_is_not_called_so(n, k):
+    rng = np.random.default_rng(n)
+    documents = rng.standard_normal((n, 64))
+    golden = golden_of(n, {f"q{i}": {f"d{i}": 1} for i in range(5)})
+    queries = documents[:5] + 0.1 * rng.standard_normal((5, 64))
+    result = evaluate_embeddings(queries, documents, golden, metrics=["recall@1", f"recall@{k}"])
     assert result.metrics["recall@1"] == 1.0
+    assert result.tie_rate == 0.0
+    assert result.collapsed is False
     assert "collapse" not in {finding.kind for finding in result.findings}
+
+
+def test_a_model_that_has_nearly_collapsed_is_called_so():
+    # The scores differ from the sixth digit on: few tie, and still nothing is told apart.
+    rng = np.random.default_rng(0)
+    documents = rng.standard_normal(64) + 1e-5 * rng.standard_normal((500, 64))
+    golden = golden_of(500, {f"q{i}": {f"d{i}": 1} for i in range(5)})
+    result = evaluate_embeddings(documents[:5], documents, golden, similarity="dot")
+    assert result.tie_rate < 0.2
+    assert result.collapsed is True
 
 
 @pytest.mark.parametrize("ties", RULES)
@@ -188,7 +202,7 @@ def test_an_unjudged_document_that_is_nan_is_named_too():
 )
 def test_case_9_unusable_queries(queries, similarity):
     golden = golden_of(3, {"q0": {"d0": 1}, "q1": {"d1": 1}, "q2": {"d2": 1}})
-    with pytest.raises(NonFiniteError, match="3 of 3 query embeddings.*'q0', 'q1', 'q2'"):
+    with pytest.raises(NonFiniteError, match=r"3 of 3 query embeddings.*'q0', 'q1', 'q2'"):
         evaluate_embeddings(queries, torch.eye(3)[:, :2] + 1, golden, similarity=similarity)
     for ties in RULES:
         result = evaluate_embeddings(
@@ -397,7 +411,7 @@ def test_wrong_shapes_name_the_table_and_what_is_needed():
 )
 def test_options_that_cannot_work_are_refused(options, words):
     golden = golden_of(2, {"q": {"d0": 1}})
-    table = dict.fromkeys([*golden.doc_texts, *golden.query_texts], [1.0, 1.0])
+    table = {text: [1.0, 1.0] for text in [*golden.doc_texts, *golden.query_texts]}
     with pytest.raises(SettingError, match=words):
         evaluate_embeddings(torch.ones(1, 2), torch.ones(2, 2), golden, **options)
     with pytest.raises(SettingError, match=words):
@@ -407,7 +421,7 @@ def test_options_that_cannot_work_are_refused(options, words):
 def test_an_unknown_precision_is_refused():
     golden = golden_of(1, {"q": {"d0": 1}})
     with pytest.raises(SettingError, match="precision='fp8' is unknown"):
-        evaluate(Lookup(dict.fromkeys([*golden.doc_texts, *golden.query_texts], [1.0])), golden, precision="fp8")
+        evaluate(Lookup({"query q": [1.0], "text of d0": [1.0]}), golden, precision="fp8")
 
 
 def test_an_empty_corpus_is_an_error():
@@ -501,7 +515,7 @@ def test_equal_texts_are_encoded_once():
 
 
 class Noisy:
-    """A model whose embeddings differ in the last bits from call to call, as those of any model do from batch to batch."""
+    """A model whose embeddings differ a little from call to call, as those of any model do from batch to batch."""
 
     def __init__(self):
         self.calls = 0
@@ -519,6 +533,16 @@ def test_equal_texts_tie_by_construction(block, monkeypatch):
     scores = dict(result.hits["q0"])
     assert scores["d0"] == scores["d2"] == scores["d4"]
     assert scores["d3"] == scores["d5"]
+
+
+def test_equal_texts_of_a_real_model_tie(tiny_st, tiny_golden):
+    texts = list(tiny_golden.corpus.values())
+    corpus = {f"d{i}": texts[i // 3] for i in range(120)}  # each text three times
+    qrels = {q: {f"d{3 * int(d[1:]) + 1}": 1 for d in grades} for q, grades in tiny_golden.qrels.items()}
+    result = evaluate(tiny_st(), GoldenSet(tiny_golden.queries, corpus, qrels), metrics=["recall@1"])
+    assert result.counts["n_tied"] == 15
+    single = evaluate(tiny_st(), tiny_golden, metrics=["recall@1"])
+    assert result["recall@1"] == pytest.approx(single["recall@1"] / 3)
 
 
 def test_rows_given_are_ranked_as_given():
@@ -568,6 +592,27 @@ def test_anything_with_encode_gives_what_its_embeddings_give():
         result = evaluate(model, golden)
         assert by_query(result) == by_query(expected)
         assert result.hits == expected.hits
+
+
+@pytest.mark.parametrize("ties", RULES)
+def test_each_document_keeps_its_own_embedding(ties):
+    # Texts of many lengths, so that the order of encoding is not the order of the corpus; many equal scores.
+    rng = np.random.default_rng(1)
+    ids = [f"d{i}" for i in range(29)] + ["q0"]
+    corpus = {d: f"document {d} " + "x" * int(rng.integers(50)) for d in ids}
+    queries = {f"q{i}": "query" + "?" * i for i in range(5)}
+    golden = GoldenSet(queries, corpus, {f"q{i}": {f"d{5 * i}": 2, f"d{5 * i + 1}": 1} for i in range(5)})
+    table = {text: rng.integers(1, 4, 2).tolist() for text in [*golden.doc_texts, *golden.query_texts]}
+    options = {"ties": ties, "metrics": MANY, "similarity": "dot", "exclude_self": True, "list_length": 30}
+    expected = evaluate_embeddings(
+        np.array([table[text] for text in golden.query_texts], np.float32),
+        np.array([table[text] for text in golden.doc_texts], np.float32),
+        golden,
+        **options,
+    )
+    result = evaluate(Lookup(table), golden, **options)
+    assert result.hits == expected.hits
+    assert by_query(result) == by_query(expected)
 
 
 class Answers:
@@ -698,7 +743,7 @@ def test_prompts_of_a_sentence_transformer_are_used_and_recorded(tiny_st, tiny_g
 def test_progress_is_told_until_all_is_done(tiny_st, tiny_golden):
     for model in (tiny_st(), as_encoder(tiny_st(), fast=False)):
         told = []
-        evaluate(model, tiny_golden, progress=lambda *step: told.append(step), batch_tokens=64)
+        evaluate(model, tiny_golden, progress=lambda *step, told=told: told.append(step), batch_tokens=64)
         for phase, total in (("queries", 15), ("documents", 40)):
             done = [d for p, d, t in told if p == phase and t == total]
             assert done == sorted(done)
@@ -775,7 +820,7 @@ def everything(model):
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
-        "attributes": sorted(vars(model)),
+        "attributes": sorted(vars(model).keys() - {"_similarity", "_similarity_pairwise"}),  # a cache of its own
         "precision": (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision),
         "threads": torch.get_num_threads(),
     }

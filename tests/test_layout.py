@@ -20,9 +20,9 @@ ABOVE_TORCH = [
     "result",
     "comparison",
     "sources",
+    "checks",
     "data",
     "loaders",
-    "checks",
     "run",
     "report",
     "objective",
@@ -46,12 +46,16 @@ BELOW_TORCH = [
     "callback",
     "demo",
     "cli",
+    "__main__",
 ]
 ORDER = ABOVE_TORCH + BELOW_TORCH
 
 
 def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    ignored = {id(inner) for block in typing_only for inner in ast.walk(block)}
+    for node in (n for n in ast.walk(tree) if id(n) not in ignored):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
         elif isinstance(node, ast.Import):

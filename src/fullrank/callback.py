@@ -286,7 +286,9 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
         try:
             return self._store.offer(step, score, save)
-        except OSError as error:
+        except Exception as error:  # no space is an OSError or a SafetensorError, and training must not die of it
+            if step == 0:
+                raise
             logger.error("the weights of step %d could not be stored (%s); the best so far stays", step, error)
             return False
 

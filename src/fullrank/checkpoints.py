@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Evaluation", "best_of", "since_best", "steps_to_keep"]
+__all__ = ["Evaluation", "Status", "best_of", "since_best", "steps_to_keep"]
 
 Status = Literal["ok", "failed", "skipped"]
 

@@ -10,15 +10,18 @@ import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
-from fullrank.data import GoldenSet
 from fullrank.metrics import Metric
 from fullrank.result import Finding, Severity, vacuous_cutoffs
 from fullrank.settings import DEFAULT_METRICS, parsed
 from fullrank.sources import PROGRESS_AFTER_SECONDS, Problems, as_text, pick, read_objects
+
+if TYPE_CHECKING:  # a golden set offers these checks, so its module imports this one
+    from fullrank.data import GoldenSet
 
 __all__ = ["check_golden", "normalise", "read_train_pairs"]
 
@@ -42,7 +45,7 @@ _PAIR_ROWS = (
 
 
 def check_golden(
-    golden: GoldenSet,
+    golden: "GoldenSet",
     *,
     metrics: Sequence[str | Metric] = DEFAULT_METRICS,
     train_pairs: Iterable[tuple[str, str]] | None = None,
@@ -111,7 +114,7 @@ def normalise(text: str) -> str:
 # ------------------------------------------------------------------------------------------------ ids and texts
 
 
-def _answers(golden: GoldenSet) -> dict[str, list[str]]:
+def _answers(golden: "GoldenSet") -> dict[str, list[str]]:
     """Returns ``{query id: [relevant documents that the corpus holds]}`` of the queries that have one."""
     threshold = max(golden.relevant_from, np.nextafter(0.0, 1.0))
     found = {
@@ -121,7 +124,7 @@ def _answers(golden: GoldenSet) -> dict[str, list[str]]:
     return {query: docs for query, docs in found.items() if docs}
 
 
-def _dangling(golden: GoldenSet) -> Iterator[Finding]:
+def _dangling(golden: "GoldenSet") -> Iterator[Finding]:
     unknown = dict.fromkeys(doc for grades in golden.qrels.values() for doc in grades if doc not in golden.corpus)
     if unknown:
         message = f"{_n(unknown, 'judged document')} the corpus does not hold: never retrieved, yet in the denominators"
@@ -129,7 +132,7 @@ def _dangling(golden: GoldenSet) -> Iterator[Finding]:
         yield _finding("dangling-ids", "warning", unknown, message, remedy)
 
 
-def _equal_documents(golden: GoldenSet, answers: Mapping[str, list[str]]) -> Iterator[Finding]:
+def _equal_documents(golden: "GoldenSet", answers: Mapping[str, list[str]]) -> Iterator[Finding]:
     groups = _equal_groups(golden.doc_ids, golden.doc_texts)
     if spare := [doc for group in groups for doc in group[1:]]:
         message = f"{_n(spare, 'document')} with the text of another, but for case and white space"
@@ -149,7 +152,7 @@ def _equal_documents(golden: GoldenSet, answers: Mapping[str, list[str]]) -> Ite
         yield _finding("unjudged-duplicates", "warning", affected, message, remedy)
 
 
-def _equal_queries(golden: GoldenSet, answers: Mapping[str, list[str]]) -> Iterator[Finding]:
+def _equal_queries(golden: "GoldenSet", answers: Mapping[str, list[str]]) -> Iterator[Finding]:
     groups = _equal_groups(golden.query_ids, golden.query_texts)
     unlike = any(len({frozenset(answers.get(query, ())) for query in group}) > 1 for group in groups)
     if spare := [query for group in groups for query in group[1:]]:
@@ -171,7 +174,7 @@ def _equal_groups(ids: Sequence[str], texts: Sequence[str]) -> list[list[str]]:
     return [group for text, group in groups.items() if text and len(group) > 1]
 
 
-def _self_matches(golden: GoldenSet) -> Iterator[Finding]:
+def _self_matches(golden: "GoldenSet") -> Iterator[Finding]:
     both = [query for query in golden.query_ids if query in golden.corpus]
     texts = dict(zip(golden.doc_ids, golden.doc_texts, strict=True)) if both else {}
     same = [query for query in both if normalise(golden.queries[query]) == normalise(texts[query])]
@@ -184,7 +187,7 @@ def _self_matches(golden: GoldenSet) -> Iterator[Finding]:
         yield _finding("self-matches", "info", both, message, remedy)
 
 
-def _empty(golden: GoldenSet) -> Iterator[Finding]:
+def _empty(golden: "GoldenSet") -> Iterator[Finding]:
     parts = (
         ("empty-documents", "document", golden.doc_ids, golden.doc_texts),
         ("empty-queries", "query", golden.query_ids, golden.query_texts),
@@ -198,7 +201,7 @@ def _empty(golden: GoldenSet) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------ what it can show
 
 
-def _size(golden: GoldenSet) -> Iterator[Finding]:
+def _size(golden: "GoldenSet") -> Iterator[Finding]:
     n = golden.n_answerable
     if not n:
         message = f"no query has a relevant document (grade {golden.relevant_from} or more)"
@@ -219,7 +222,7 @@ def _size(golden: GoldenSet) -> Iterator[Finding]:
         yield Finding("no-unanswerable", "info", message, n, remedy=remedy)
 
 
-def _saturation(golden: GoldenSet, answers: Mapping[str, list[str]]) -> Iterator[Finding]:
+def _saturation(golden: "GoldenSet", answers: Mapping[str, list[str]]) -> Iterator[Finding]:
     n_documents = len(golden.corpus)
     relevant = {doc for docs in answers.values() for doc in docs}
     if len(relevant) >= SATURATED * n_documents:
@@ -236,7 +239,7 @@ def _saturation(golden: GoldenSet, answers: Mapping[str, list[str]]) -> Iterator
 
 
 def _leakage(
-    golden: GoldenSet, answers: Mapping[str, list[str]], train_pairs: Iterable[tuple[str, str]]
+    golden: "GoldenSet", answers: Mapping[str, list[str]], train_pairs: Iterable[tuple[str, str]]
 ) -> Iterator[Finding]:
     texts = dict(zip(golden.doc_ids, golden.doc_texts, strict=True))
     relevant = dict.fromkeys(doc for docs in answers.values() for doc in docs)

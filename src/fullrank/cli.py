@@ -9,13 +9,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm
 
-from fullrank._errors import FullrankError
+from fullrank._errors import FullrankError, SettingError
+from fullrank.checks import read_train_pairs
 from fullrank.loaders import load_golden
 from fullrank.report import comparison_table, findings_text, result_table, say
 from fullrank.settings import DEFAULT_METRICS, parsed
@@ -81,15 +83,17 @@ def evaluate_model(
     split: Annotated[str, typer.Option(help="Which judgements: qrels/SPLIT.tsv.")] = "test",
     metrics: Metrics = ",".join(DEFAULT_METRICS),
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: the model as it stands.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where the result goes; default: MODEL-DATA-SPLIT.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the result goes; default: MODEL-DATA.json.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON instead of a table.")] = False,
 ) -> None:
     """Evaluate a model on a golden set: every document, every query, exact ranks.
 
     Example: fullrank eval sentence-transformers/all-MiniLM-L6-v2 --data beir/scifact
     """
-    wanted = parsed([name.strip() for name in metrics.split(",") if name.strip()])
+    wanted = parsed(_names(metrics))
     golden = load_golden(data, split)
+    out = out or Path(f"{_short_name(model)}-{golden.name}.json")
+    _refuse_unwritable(out)
     with _quiet_loading():
         from fullrank.evaluate import evaluate
         from fullrank.models import load_sentence_transformer
@@ -97,7 +101,7 @@ def evaluate_model(
         network = load_sentence_transformer(model)
     with _bars() as progress:
         result = evaluate(network, golden, metrics=wanted, precision=precision, progress=progress)  # type: ignore[arg-type]
-    path = result.save(out or Path(f"{Path(model).name}-{golden.name}.json"))
+    path = result.save(out)
     if as_json:
         say(json.dumps({"metrics": result.metrics, "counts": result.counts, "result": str(path)}))
         return
@@ -107,6 +111,52 @@ def evaluate_model(
         say(findings_text(result.findings))
     rate = result.timing.get("documents_per_second", 0.0)
     say(f"{result.timing['total']:.1f} s, {rate:,.0f} documents/s; result in {path}")
+
+
+@app.command()
+def check(
+    data: Annotated[str, typer.Option(help="BEIR folder, golden .jsonl, or hf:, ir_datasets:, mteb: source.")],
+    split: Annotated[str, typer.Option(help="Which judgements: qrels/SPLIT.tsv.")] = "test",
+    train: Annotated[Path | None, typer.Option(help="Training pairs as JSONL: is the test in the training?")] = None,
+    metrics: Metrics = ",".join(DEFAULT_METRICS),
+    missing: Annotated[str, typer.Option(help="Unknown ids: raise, keep or drop.")] = "raise",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look for faults in a golden set before anything is spent on it. Exit code 1 if there are errors.
+
+    Example: fullrank check --data beir/scifact --train pairs.jsonl
+    """
+    golden = load_golden(data, split, missing=missing)  # type: ignore[arg-type]  # checked there
+    pairs = None if train is None else read_train_pairs(train)
+    findings = golden.check(metrics=_names(metrics), train_pairs=pairs)
+    if as_json:
+        say(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        n_unanswerable = len(golden.queries) - golden.n_answerable
+        say(
+            f"{golden.name}: {len(golden.corpus):,} documents, {len(golden.queries):,} queries, of which "
+            f"{n_unanswerable:,} have no answer"
+        )
+        say(findings_text(findings) or "no findings")
+    raise typer.Exit(1 if any(finding.severity == "error" for finding in findings) else 0)
+
+
+def _short_name(model: str) -> str:
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else path.name
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Raises `SettingError` where a file cannot be written, before anything is spent."""
+    if path.is_dir():
+        raise SettingError(f"{path} is a folder; give the name of a file")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise SettingError(f"{path} cannot be written: {above} is a file")
+
+
+def _names(metrics: str) -> list[str]:
+    return [name.strip() for name in metrics.split(",") if name.strip()]
 
 
 @contextmanager
@@ -142,6 +192,6 @@ def main() -> None:
     """Runs the command line; an error of ours is one message and exit code 2."""
     try:
         app()
-    except FullrankError as error:
+    except (FullrankError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

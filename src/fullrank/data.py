@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullrank._errors import DataError, SettingError, first_few
-from fullrank.metrics import TINY
+from fullrank.checks import check_golden
+from fullrank.metrics import TINY, Metric
+from fullrank.result import Finding
+from fullrank.settings import DEFAULT_METRICS
 
 __all__ = ["GoldenSet", "Judgements", "Missing", "join_title"]
 
@@ -182,6 +185,15 @@ class GoldenSet:
                 f"golden set {self.name!r}: none of the {len(self.queries)} queries is answerable (no judgement of "
                 f"grade {self.relevant_from} or more), so no metric can be computed"
             )
+
+    def check(
+        self,
+        *,
+        metrics: Sequence[str | Metric] = DEFAULT_METRICS,
+        train_pairs: Iterable[tuple[str, str]] | None = None,
+    ) -> list[Finding]:
+        """Returns what is wrong with the set, or worth knowing, errors first; see `fullrank.checks.check_golden`."""
+        return check_golden(self, metrics=metrics, train_pairs=train_pairs)
 
     def fingerprint(self) -> str:
         """Returns a hash of ids, texts and judgements that does not depend on their order."""

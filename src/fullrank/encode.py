@@ -87,8 +87,7 @@ class Backbone:
 
     def tokenised(self, side: Side) -> Tokenised:
         """Returns how to encode from token ids."""
-        device = next(self.model.parameters()).device
-        return Tokenised(self.tokenizer, self._pooled, device, self.max_length)
+        return Tokenised(self.tokenizer, self._pooled, lambda: next(self.model.parameters()).device, self.max_length)
 
     def _pooled(self, features: Features) -> Tensor:
         output = _plain_forward(self.model)(**features)
@@ -139,7 +138,7 @@ class SentenceTransformerEncoder:
         except (AttributeError, TypeError, KeyError):
             return None
         constant = {name: value for name, value in wanted.items() if not isinstance(value, Tensor)}
-        how = Tokenised(model.tokenizer, self._embedding, model.device, None, constant)
+        how = Tokenised(model.tokenizer, self._embedding, lambda: model.device, None, constant)
         try:
             got = how.store([prompt + text for text in _PROBE]).batch([0, 1, 2], model.tokenizer)
         except (AttributeError, TypeError, KeyError, ValueError):

@@ -4,15 +4,16 @@ Promise: what is measured is the score matrix that the loss has just used; no ex
 nothing synchronised with the device until the numbers are read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fullrank._errors import DataError, SettingError
 
-__all__ = ["InBatchMonitor", "equal_rows", "in_batch_metrics"]
+__all__ = ["InBatchMonitor", "equal_texts", "in_batch_metrics"]
 
 Ties = Literal["expected", "worst"]
 
@@ -40,14 +41,30 @@ def in_batch_metrics(
     return {"acc": acc, "mrr": mrr, "candidates": scores.shape[1]}
 
 
-def equal_rows(features: dict[str, Any]) -> Tensor | None:
-    """Returns bool [B, B]: which texts of a column are the same, by their ``input_ids`` under the mask."""
-    ids, mask = features.get("input_ids"), features.get("attention_mask")
-    if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or ids.shape != mask.shape:
-        return None
-    # -1 is no token id, so padding never equals a token.
-    _, group = torch.unique(ids.masked_fill(mask == 0, -1), dim=0, return_inverse=True)
-    return torch.eq(group[:, None], group[None, :])
+def equal_texts(columns: Sequence[dict[str, Any]]) -> Tensor | None:
+    """Returns bool [B, B * columns]: which documents of a batch are the same text as the positive of each query.
+
+    Args:
+        columns: the features of the positives, then those of each column of negatives. A loss sees features and no
+            texts: equal texts are equal ``input_ids`` under the mask.
+    """
+    rows = []
+    for features in columns:
+        ids, mask = features.get("input_ids"), features.get("attention_mask")
+        if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or ids.ndim != 2 or ids.shape != mask.shape:
+            return None
+        rows.append(ids.masked_fill(mask == 0, -1))  # -1 is no token id, so padding never equals a token
+    width = max(ids.shape[1] for ids in rows)
+    padded = torch.cat([functional.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in rows])
+    _, group = torch.unique(padded, dim=0, return_inverse=True)
+    return torch.eq(group[: len(rows[0]), None], group[None, :])
+
+
+# Where the losses of sentence-transformers have all embeddings of a batch in hand; other losses do not rank candidates.
+_RANKING_LOSSES: dict[str, tuple[str, Callable[[Any], list[Tensor]]]] = {
+    "MultipleNegativesRankingLoss": ("compute_loss_from_embeddings", list),
+    "CachedMultipleNegativesRankingLoss": ("calculate_loss", lambda columns: [torch.cat(list(c)) for c in columns]),
+}
 
 
 class InBatchMonitor:
@@ -83,13 +100,11 @@ class InBatchMonitor:
         """Taps the loss and those inside it; returns whether one of them ranks candidates within the batch."""
         tapped = False
         for module in loss.modules():
-            if hasattr(module, "compute_loss_from_embeddings"):
-                self._tap(module, "compute_loss_from_embeddings", lambda columns: list(columns))
-            elif hasattr(module, "calculate_loss") and hasattr(module, "similarity_fct"):
-                self._tap(module, "calculate_loss", lambda columns: [torch.cat(list(parts)) for parts in columns])
-            else:
-                continue
-            tapped = True
+            for name, (method, columns_of) in _RANKING_LOSSES.items():
+                if any(base.__name__ == name for base in type(module).__mro__):
+                    self._tap(module, method, columns_of)
+                    tapped = True
+                    break
         if tapped:
             self._scope(loss)
         return tapped
@@ -101,9 +116,9 @@ class InBatchMonitor:
             scores = output.get("scores") if isinstance(output, dict) else getattr(output, "scores", None)
             if not torch.is_grad_enabled() or not isinstance(scores, Tensor) or scores.ndim != 2:
                 return
-            n_negs, rest = divmod(scores.shape[1], max(1, scores.shape[0]))
-            if not rest:
-                self.record(scores, n_negs=n_negs - 1)
+            rows, width = scores.shape
+            if rows and width and width % rows == 0:
+                self.record(scores, n_negs=width // rows - 1)
 
         model.register_forward_hook(hook)
 
@@ -125,8 +140,8 @@ class InBatchMonitor:
             queries, documents = columns[0].detach(), torch.cat([c.detach() for c in columns[1:]])
             scores = similarity(queries, documents)
             mask = _positive_mask(scores, 0, None)
-            if self._equal is not None and self._equal.shape == (len(queries), len(queries)):
-                mask[:, : len(queries)] |= self._equal
+            if self._equal is not None and self._equal.shape == mask.shape:
+                mask |= self._equal
             self._widest = columns[0].shape[1]
             self._pending = (_acc_mrr(scores, mask, "expected"), scores.shape[1])
 
@@ -137,7 +152,7 @@ class InBatchMonitor:
         def forward(features: Any, *args: Any, **options: Any) -> Any:
             features = list(features)
             self._widest, self._pending = -1, None
-            self._equal = equal_rows(features[1]) if torch.is_grad_enabled() and len(features) > 1 else None
+            self._equal = equal_texts(features[1:]) if torch.is_grad_enabled() and len(features) > 1 else None
             try:
                 return inner(features, *args, **options)
             finally:
@@ -164,8 +179,12 @@ def _positive_mask(scores: Tensor, n_negs: int, positives: Tensor | None) -> Ten
         return positives.to(scores.device)
     if n_negs < 0:
         raise DataError(f"n_negs={n_negs} must be 0 or more")
-    columns = torch.arange(n, device=scores.device) * (1 + n_negs) if positives is None else positives.to(scores.device)
-    if columns.shape != (n,) or int(columns.max()) >= width or int(columns.min()) < 0:
+    if positives is None:  # no look at the device: this runs in every training step
+        columns, fits = torch.arange(n, device=scores.device) * (1 + n_negs), (n - 1) * (1 + n_negs) < width
+    else:
+        columns = positives.to(scores.device)
+        fits = columns.shape == (n,) and int(columns.min()) >= 0 and int(columns.max()) < width
+    if not fits:
         raise DataError(
             f"scores {tuple(scores.shape)} do not hold the positives: with n_negs={n_negs} there must be at least "
             f"{(n - 1) * (1 + n_negs) + 1} columns, or pass positives=[{n} columns]"
@@ -182,7 +201,7 @@ def _acc_mrr(scores: Tensor, mask: Tensor, ties: Ties) -> Tensor:
     rows = scores.to(torch.float64)
     target = rows.masked_fill(~mask, -torch.inf).amax(dim=1, keepdim=True)
     # A NaN target ranks last and a NaN competitor first: a broken batch never looks good.
-    others = torch.nan_to_num(rows, nan=torch.inf).masked_fill(mask, -torch.inf)
+    others = rows.masked_fill(torch.isnan(rows), torch.inf).masked_fill(mask, -torch.inf)
     better = (others > target).sum(dim=1)
     tied = ((others == target) & ~mask).sum(dim=1) + 1
     better = torch.where(torch.isnan(target[:, 0]), (~mask).sum(dim=1), better)

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from urllib.parse import quote
 
 from fullrank._errors import DataError
 from fullrank._files import write_atomically
-from fullrank.checkpoints import Evaluation
+from fullrank.checkpoints import Evaluation, Status
 from fullrank.result import Result
 
 __all__ = ["Journal", "move_aside"]
@@ -61,7 +62,7 @@ class Journal:
 
     def _flush(self) -> None:
         if self.write:
-            text = "".join(json.dumps(line.as_dict(), ensure_ascii=False) + "\n" for line in self.lines)
+            text = "".join(json.dumps(line.as_dict()) + "\n" for line in self.lines)
             write_atomically(self.folder / FILE, text)
 
 
@@ -69,7 +70,7 @@ def result_name(step: int, golden_name: str | None = None) -> str:
     """Returns the file name of a stored result; with several golden sets it carries the name of the set."""
     if golden_name is None:
         return f"step-{step}.json"
-    return f"step-{step}.{''.join(c if c.isalnum() or c in '-_.' else '-' for c in golden_name)}.json"
+    return f"step-{step}.{quote(golden_name, safe='')}.json"
 
 
 def move_aside(folder: Path) -> Path | None:
@@ -85,13 +86,33 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def _read(path: Path) -> list[Evaluation]:
-    if not path.is_file():
+    if not path.is_file() or not path.stat().st_size:
         return []
     lines: list[Evaluation] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(path.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
         try:
-            body: dict[str, Any] = json.loads(text)
-            lines.append(Evaluation(**body))
+            lines.append(_evaluation(json.loads(text)))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}, line {number}: not an entry of a journal ({error})") from error
     return lines
+
+
+def _evaluation(body: dict[str, Any]) -> Evaluation:
+    line = Evaluation(**body)
+    right = {
+        "step": type(line.step) is int and line.step >= 0,
+        "epoch": _is_number(line.epoch),
+        "status": line.status in get_args(Status),
+        "score": line.score is None or _is_number(line.score),
+        "metrics": isinstance(line.metrics, dict) and all(map(_is_number, line.metrics.values())),
+        "seconds": _is_number(line.seconds),
+        "error": line.error is None or isinstance(line.error, str),
+        "note": line.note is None or isinstance(line.note, str),
+    }
+    if wrong := [name for name, fits in right.items() if not fits]:
+        raise ValueError(f"{wrong[0]} is {getattr(line, wrong[0])!r}")
+    return line
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -237,7 +237,8 @@ def _result(
     n, n_bad_queries = len(golden.corpus), len(golden.queries) - len(usable)
     tied = counts.tied[np.isfinite(counts.better)]
     tie_rate = float(np.mean((tied - 1) / max(1, n - 1))) if len(tied) else 0.0
-    near = ranked.n_canonical / (max(1, len(ranked.better)) * n) if ranked is not None and n > MIN_LIST else 0.0
+    m = 0 if ranked is None else len(ranked.better)
+    near = (ranked.n_near - m) / (m * max(1, n - 1)) if ranked is not None and m else 0.0
     collapsed = n > 1 and len(tied) > 0 and max(tie_rate, near) >= COLLAPSE
     findings = vacuous_cutoffs(settings.metrics, n)
     if collapsed:

@@ -30,8 +30,8 @@ def load_sentence_transformer(source: str) -> Any:
             trust_remote_code=False,
             model_kwargs={"use_safetensors": True},
         )
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # a broken file raises what its reader likes: OSError, SafetensorError, KeyError, ...
+        first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise DataError(
             f"cannot load the model {source!r}: {first} Expected a folder written by save_pretrained, or a hub id "
             "that can be reached"

@@ -3,6 +3,7 @@
 Promise: text is a pure function of results; only `say` writes. Numbers are rounded here and nowhere before.
 """
 
+import string
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
@@ -131,19 +132,29 @@ def findings_text(findings: Iterable[Finding]) -> str:
 
 
 def worst_text(misses: Iterable[Miss], corpus: Mapping[str, str], *, width: int = 120) -> str:
-    """Returns the worst queries as Markdown: what was asked, expected, and retrieved instead."""
+    """Returns the worst queries as Markdown: what was asked, expected, and retrieved instead.
 
-    def short(doc_id: str) -> str:
-        text = " ".join(str(corpus.get(doc_id, "")).split())
-        return _escaped(text if len(text) <= width else text[: width - 1] + "…")
+    Texts and ids stand there as they are, whatever HTML or Markdown they contain.
+    """
+
+    def entry(doc_id: str, score: str = "") -> str:
+        return f"<code>{_literal(doc_id)}</code>{score}: {_literal(corpus.get(doc_id, ''), width)}"
 
     lines = []
     for miss in misses:
-        lines += [f"**{_escaped(miss.query or miss.query_id)}**  ({miss.value:.2f})", ""]
-        lines += [f"- expected `{doc_id}`: {short(doc_id)}" for doc_id in miss.expected]
-        lines += [f"- {rank}. `{d}` ({score:.3f}): {short(d)}" for rank, (d, score) in enumerate(miss.retrieved[:3], 1)]
+        lines += [f"**{_literal(miss.query or miss.query_id)}**  ({miss.value:.2f})", ""]
+        lines += [f"- expected {entry(doc_id)}" for doc_id in miss.expected]
+        lines += [f"- {rank}\\. {entry(d, f' ({s:.3f})')}" for rank, (d, s) in enumerate(miss.retrieved[:3], 1)]
         lines.append("")
     return "\n".join(lines)
+
+
+def _literal(text: str, width: int | None = None) -> str:
+    """Returns text on one line that neither HTML nor Markdown reads as anything but text."""
+    flat = " ".join(text.split())
+    if width is not None and len(flat) > width:
+        flat = flat[: width - 1] + "…"
+    return "".join(f"&#{ord(c)};" if c in string.punctuation else c for c in flat)
 
 
 def tensorboard_layout(full_corpus: Sequence[str]) -> dict[str, Any]:
@@ -167,7 +178,3 @@ def _interval(interval: Interval) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return " " * (digits + 1) + "-" if value is None else f"{value:.{digits}f}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("*", "\\*").replace("`", "'")

@@ -66,7 +66,7 @@ class Ranking:
         top_scores: float32 [q, k], canonical, best first; -inf where the corpus is shorter.
         top_docs: int64 [q, k], positions; equal scores by rising position; -1 where the corpus is shorter.
         n_documents: documents seen.
-        n_canonical: pairs that the canonical score decided.
+        n_near: pairs of a target and a document that only the canonical score could order, the target itself included.
     """
 
     better: Tensor
@@ -75,7 +75,7 @@ class Ranking:
     top_scores: Tensor
     top_docs: Tensor
     n_documents: int
-    n_canonical: int
+    n_near: int
 
 
 @contextmanager
@@ -189,7 +189,7 @@ class _Pass:
         self.ahead = torch.zeros_like(self.better)
         self.top_scores = torch.full((q, k), -torch.inf, dtype=torch.float32, device=device)
         self.top_docs = torch.full((q, k), -1, dtype=torch.int64, device=device)
-        self.n_documents = self.n_canonical = 0
+        self.n_documents = self.n_near = 0
         # Targets of a tile of queries are a slice, because the pairs are ordered by query.
         self.starts = torch.searchsorted(targets.query, torch.arange(q + 1, device=device)).tolist()
 
@@ -255,6 +255,7 @@ class _Pass:
 
     def _decide(self, target: Tensor, near: Tensor, positions: Tensor, tile: Vectors) -> None:
         """Adds the near pairs ((row of ``target``, document of the tile) [p, 2]) to the counts by canonical score."""
+        self.n_near += len(near)
         rows, docs = target[near[:, 0]], near[:, 1]
         query, place = self.targets.query[rows], positions[docs]
         value = self._pair_scores(query, docs, tile)
@@ -274,7 +275,6 @@ class _Pass:
         Many pairs of few queries, as a collapsed model makes them, go through a float64 product first: where its
         error cannot move the rounded value, that value is the canonical one; the others are summed in order.
         """
-        self.n_canonical += len(query)
         value = torch.empty(len(query), dtype=torch.float32, device=query.device)
         unsure = torch.arange(len(query), device=query.device)
         rows, line = torch.unique_consecutive(query, return_inverse=True)
@@ -343,7 +343,7 @@ class _Pass:
 
     def result(self) -> Ranking:
         return Ranking(
-            self.better, self.tied, self.ahead, self.top_scores, self.top_docs, self.n_documents, self.n_canonical
+            self.better, self.tied, self.ahead, self.top_scores, self.top_docs, self.n_documents, self.n_near
         )
 
 

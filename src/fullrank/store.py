@@ -1,25 +1,23 @@
 """The store of best weights: saved because best, written beside and renamed, only its own folders deleted.
 
 Promise: at every moment the folder of the best step is whole; a crash while writing leaves the previous best; nothing
-that the store did not write is ever removed.
+that the store did not write is ever removed (a killed save leaves a ``.step-N.PID.partial`` behind, which may go).
 """
 
 import json
-import logging
 import math
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fullrank._errors import DataError, SettingError
 from fullrank._files import write_atomically
 from fullrank.checkpoints import steps_to_keep
 
 __all__ = ["BestStore", "Stored"]
-
-logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
@@ -37,7 +35,7 @@ class BestStore:
     """Keeps the weights of the best steps of a run.
 
     Args:
-        folder: holds ``step-N`` folders and ``manifest.json``; made on first use.
+        folder: holds ``step-N`` folders and ``manifest.json``, which says which of them are kept; made on first use.
         keep_best: how many to keep.
 
     In an own loop::
@@ -55,28 +53,28 @@ class BestStore:
         if keep_best < 1:
             raise SettingError(f"keep_best={keep_best} must be at least 1")
         self.folder, self.keep_best = Path(folder), keep_best
-        self._scores = self._read()
+        self._entries = _read(self.folder)
 
     @property
     def stored(self) -> list[Stored]:
         """What is kept, best first; of equal scores the earlier step first. Folders that are gone are left out."""
-        steps = steps_to_keep(self._scores, len(self._scores))
-        return [Stored(s, self._scores[s], self.path(s)) for s in steps if self.path(s).is_dir()]
+        whole = {step: entry for step, entry in self._entries.items() if entry.path.is_dir()}
+        return [whole[step] for step in steps_to_keep(_scores(whole), len(whole))]
 
     @property
     def best(self) -> Stored | None:
         """The best step, or None."""
         return next(iter(self.stored), None)
 
-    def path(self, step: int) -> Path:
-        """Returns the folder of a step, whether it exists or not."""
-        return self.folder / f"step-{step}"
-
     def wants(self, step: int, score: float) -> bool:
-        """Returns whether a score would be kept; NaN and infinity never are, an equal score of a later step is not."""
-        if not math.isfinite(score):
+        """Returns whether a score would be kept.
+
+        NaN and infinity never are; nor is a score that an earlier step, or the same step before, has already reached.
+        """
+        kept = {entry.step: entry.score for entry in self.stored}
+        if not math.isfinite(score) or kept.get(step, -math.inf) >= score:
             return False
-        return step in steps_to_keep({**self._scores, step: score}, self.keep_best)
+        return step in steps_to_keep({**kept, step: score}, self.keep_best)
 
     def offer(self, step: int, score: float, save: Callable[[Path], object]) -> bool:
         """Stores a step if it is among the best, and returns whether it is the new best.
@@ -97,42 +95,54 @@ class BestStore:
         try:
             partial.mkdir()
             save(partial)
-            self._replace(partial, self.path(step))
+            added = Stored(step, score, self._free_path(step))
+            partial.rename(added.path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        kept = steps_to_keep({**self._scores, step: score}, self.keep_best)
-        dropped = [old for old in self._scores if old not in kept]
-        self._scores = {s: {**self._scores, step: score}[s] for s in kept}
-        self._write()  # before deleting: a crash in between leaves a folder too many, never one too few
-        for old in dropped:
-            shutil.rmtree(self.path(old), ignore_errors=True)
-        return kept[0] == step
-
-    def _replace(self, partial: Path, target: Path) -> None:
-        aside = None
-        if target.exists():
-            if not self._is_ours(target):
-                raise DataError(f"{target} exists and was not written by this store; move it away")
-            aside = target.with_name(f".{target.name}.{os.getpid()}.old")
-            target.rename(aside)
-        partial.rename(target)
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
-
-    def _is_ours(self, target: Path) -> bool:
-        return target in {self.path(step) for step in self._scores}
-
-    def _read(self) -> dict[int, float]:
-        path = self.folder / MANIFEST
-        if not path.exists():
-            return {}
+        entries = {entry.step: entry for entry in self.stored} | {step: added}
+        kept = {s: entries[s] for s in steps_to_keep(_scores(entries), self.keep_best)}
         try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-            return {int(step): float(score) for step, score in body["scores"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}); it lists the stored steps. Move {self.folder} away"
-            ) from error
+            self._write(kept)  # from here on the new folder counts; until here the old ones did
+        except OSError:
+            shutil.rmtree(added.path, ignore_errors=True)
+            raise
+        dropped = [entry for entry in self._entries.values() if entry not in kept.values()]
+        self._entries = kept
+        for entry in dropped:
+            shutil.rmtree(entry.path, ignore_errors=True)
+        return next(iter(kept)) == step
 
-    def _write(self) -> None:
-        write_atomically(self.folder / MANIFEST, json.dumps({"scores": self._scores}) + "\n")
+    def _free_path(self, step: int) -> Path:
+        """Returns ``step-N``, or ``step-N.1``, ... where that name is taken."""
+        target, n = self.folder / f"step-{step}", 0
+        while os.path.lexists(target):
+            n += 1
+            target = self.folder / f"step-{step}.{n}"
+        return target
+
+    def _write(self, entries: dict[int, Stored]) -> None:
+        rows = [{"step": e.step, "score": e.score, "folder": e.path.name} for e in entries.values()]
+        write_atomically(self.folder / MANIFEST, json.dumps({"kept": rows}, indent=2) + "\n")
+
+
+def _scores(entries: dict[int, Stored]) -> dict[int, float]:
+    return {step: entry.score for step, entry in entries.items()}
+
+
+def _read(folder: Path) -> dict[int, Stored]:
+    path = folder / MANIFEST
+    if not path.exists():
+        return {}
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["kept"]
+        return {entry.step: entry for entry in (_entry(row, folder) for row in rows)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read ({error}); it lists the stored steps. Move {folder} away") from error
+
+
+def _entry(row: dict[str, Any], folder: Path) -> Stored:
+    step, score, name = row["step"], row["score"], row["folder"]
+    inside = isinstance(name, str) and name not in {"", ".", ".."} and Path(name).name == name
+    if type(step) is not int or not isinstance(score, int | float) or not math.isfinite(score) or not inside:
+        raise ValueError(f"not an entry: {row}")
+    return Stored(step, float(score), folder / name)

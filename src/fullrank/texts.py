@@ -24,11 +24,18 @@ class TextSide:
         self.inverse = np.array([place.setdefault(text, len(place)) for text in texts], dtype=np.int64)
         self.texts = list(place)
         self.encoder, self.side, self.batch_tokens = encoder, side, batch_tokens
-        how = encoder.tokenised(side)
+        self._how = encoder.tokenised(side)
         self.store: TokenStore | None = (
-            None if how is None else how.store([encoder.prompt(side) + text for text in self.texts])
+            None if self._how is None else self._how.store([encoder.prompt(side) + text for text in self.texts])
         )
-        self.device = how.device if how is not None else _device(encoder)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model stands now; a trainer may move it after this was made."""
+        if self._how is not None:
+            return self._how.device
+        device = getattr(getattr(self.encoder, "model", None), "device", None)
+        return device if isinstance(device, torch.device) else torch.device("cpu")
 
     def lengths(self) -> NDArray[np.int64]:
         """Length of each distinct text: in tokens, or in characters where the model tokenises itself."""
@@ -42,15 +49,16 @@ class TextSide:
     def encode(self, index: NDArray[np.int64], on_progress: Callable[[int], None] | None = None) -> Tensor:
         """Returns the embeddings of the texts at the positions ``index``, each distinct text encoded once."""
         distinct, inverse = np.unique(self.inverse[index], return_inverse=True)
-        how = self.encoder.tokenised(self.side) if self.store is not None else None
-        if how is not None and self.store is not None:
-            rows = encode_tokens(how, self.store, distinct, batch_tokens=self.batch_tokens, on_progress=on_progress)
+        if self._how is not None and self.store is not None:
+            rows = encode_tokens(
+                self._how, self.store, distinct, batch_tokens=self.batch_tokens, on_progress=on_progress
+            )
         else:
             assert not isinstance(self.encoder, Backbone)  # a backbone always encodes from tokens
             rows = self.encoder.whole([self.texts[i] for i in distinct], self.side)
             if on_progress:
                 on_progress(len(distinct))
-        return rows if len(distinct) == len(index) else rows[torch.from_numpy(inverse.reshape(-1)).to(rows.device)]
+        return rows[torch.from_numpy(inverse.reshape(-1)).to(rows.device)]
 
     @property
     def n_equal(self) -> int:
@@ -62,8 +70,3 @@ class TextSide:
     def n_truncated(self) -> int | None:
         """Texts that the tokenizer cut, or None where the model tokenises itself."""
         return None if self.store is None else int(self.store.truncated[self.inverse].sum())
-
-
-def _device(encoder: Adapter) -> torch.device:
-    device = getattr(getattr(encoder, "model", None), "device", None)
-    return device if isinstance(device, torch.device) else torch.device("cpu")

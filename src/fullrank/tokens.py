@@ -62,16 +62,21 @@ class Tokenised:
     Attributes:
         tokenizer: a Hugging Face tokenizer.
         forward: features (tensors on the device) to embeddings [texts, d].
-        device: of the model.
+        find_device: tells where the model stands now.
         max_length: texts are cut there; None where the tokenizer decides.
         constant: features to add to every batch.
     """
 
     tokenizer: Any
     forward: Callable[[Features], Tensor]
-    device: torch.device
+    find_device: Callable[[], torch.device]
     max_length: int | None = None
     constant: Features = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model stands now."""
+        return self.find_device()
 
     def store(self, texts: Sequence[str], *, on_progress: Callable[[int], None] | None = None) -> TokenStore:
         """Tokenises ``texts`` without padding."""
