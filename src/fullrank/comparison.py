@@ -69,7 +69,7 @@ def compare(
     common = [(i, place[qid]) for i, qid in enumerate(baseline.query_ids) if qid in place]
     if not common:
         raise DataError("the two results have no query in common; they cannot be compared")
-    unlike = _unlike(baseline, candidate)
+    unlike = _unlike(baseline, candidate, Metric.parse(name))
     if unlike and not allow_other_data:
         raise DataError(
             f"the two results differ in {', '.join(unlike)}: a difference between them would not be the model's. "
@@ -101,11 +101,14 @@ def _interval(difference: NDArray[np.float64], level: float, seed: int) -> Inter
     return Interval(-most, most, level, "wilson")
 
 
-def _unlike(baseline: Result, candidate: Result) -> list[str]:
-    """Returns what makes two results incomparable; a missing entry on either side says nothing."""
+def _unlike(baseline: Result, candidate: Result, metric: Metric) -> list[str]:
+    """Returns what makes two results incomparable; a missing entry on either side says nothing.
+
+    Without a cut-off a metric of a run is that of the list given, not of a full ranking.
+    """
     found: list[str] = [
         key
-        for key in ("data", "ties", "truncated_run")
+        for key in ("data", "ties", *(() if metric.k else ("truncated_run",)))
         if key in baseline.provenance
         and key in candidate.provenance
         and baseline.provenance[key] != candidate.provenance[key]

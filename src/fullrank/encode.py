@@ -126,6 +126,7 @@ class SentenceTransformerEncoder:
             first = model[0]
             plain = (
                 self.fast
+                and _encodes_as_published(model)
                 and type(first).__name__ == "Transformer"
                 and set(first.modality_config) == {"text"}
                 and not (first.query_length or first.document_length or first.query_expansion)
@@ -218,6 +219,8 @@ def as_encoder(
     Raises:
         SettingError: no way to encode with ``model``, or a similarity that cannot be ranked.
     """
+    if isinstance(model, str):
+        raise SettingError(f"cannot encode with a str; load the model first: SentenceTransformer({model!r})")
     inner = unwrap(model)
     given: dict[Side, str | None] = {"query": query_prompt, "document": document_prompt}
     if isinstance(inner, Backbone):
@@ -227,15 +230,16 @@ def as_encoder(
             document_prompt=inner.document_prompt if document_prompt is None else document_prompt,
             similarity=_checked_similarity(similarity or inner.similarity),
         )
-    declared = getattr(inner, "prompts", None)
     prompts: dict[Side, str] = {
-        side: value if value is not None else declared_prompt(declared, side) for side, value in given.items()
+        side: value if value is not None else declared_prompt(inner, side) for side, value in given.items()
     }
     if _is_sentence_transformer(inner):
         own = similarity or getattr(inner, "similarity_fn_name", "cosine")
         return SentenceTransformerEncoder(inner, _checked_similarity(own), prompts, fast)
     if isinstance(inner, AnyEncoder | SentenceTransformerEncoder):
-        return replace(inner, prompts={**inner.prompts, **{s: v for s, v in given.items() if v is not None}})
+        given_prompts = {s: v for s, v in given.items() if v is not None}
+        kept = _checked_similarity(similarity or inner.similarity)
+        return replace(inner, prompts={**inner.prompts, **given_prompts}, similarity=kept)
     if isinstance(inner, Encoder) or callable(getattr(inner, "encode", None)):
         own = getattr(inner, "similarity", None)
         own = own if isinstance(own, str) else getattr(inner, "similarity_fn_name", None) or "cosine"
@@ -260,11 +264,13 @@ def unwrap(model: object) -> Any:
             return model
 
 
-def declared_prompt(prompts: object, side: Side) -> str:
-    """Returns the prompt that a model declares for a side: the first of its usual names, else none."""
+def declared_prompt(model: object, side: Side) -> str:
+    """Returns the prompt that a model declares for a side: by the first of the usual names, else its default."""
+    prompts = getattr(model, "prompts", None)
     if not isinstance(prompts, Mapping):
         return ""
-    return next((str(prompts[name] or "") for name in _PROMPT_NAMES[side] if name in prompts), "")
+    names = (*_PROMPT_NAMES[side], getattr(model, "default_prompt_name", None))
+    return next((str(prompts[name] or "") for name in names if name in prompts), "")
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -326,18 +332,25 @@ def _checked_embeddings(raw: object, n: int) -> Tensor:
         out = raw
     elif isinstance(raw, np.ndarray):
         out = torch.from_numpy(np.ascontiguousarray(raw))
-    elif isinstance(raw, Sequence) and raw and isinstance(raw[0], Tensor):
-        out = torch.stack(list(raw))
     else:
         try:
-            out = torch.as_tensor(np.asarray(raw, dtype=np.float32))
-        except (TypeError, ValueError) as error:
+            tensors = isinstance(raw, Sequence) and len(raw) and isinstance(raw[0], Tensor)
+            out = torch.stack(list(raw)) if tensors else torch.as_tensor(np.asarray(raw, dtype=np.float32))  # type: ignore[call-overload]
+        except (TypeError, ValueError, RuntimeError) as error:
             raise EvaluationError(f"encode returned a {type(raw).__name__} that is no [n, d] table: {error}") from error
     if out.ndim != 2 or len(out) != n:
         raise EvaluationError(f"encode returned the shape {tuple(out.shape)} for {n} texts; expected [{n}, d]")
     if not out.is_floating_point():
         out = out.to(torch.float32)
     return out.detach()
+
+
+def _encodes_as_published(model: object) -> bool:
+    """Returns whether the ways to embeddings are sentence-transformers' own, not those of a subclass or an instance."""
+    ways = ("encode", "encode_query", "encode_document", "preprocess", "forward")
+    published = all(getattr(type(model), way).__module__.startswith("sentence_transformers.") for way in ways)
+    # accelerate puts its autocast on the instance's `forward`; the class's own is then called instead.
+    return published and not any(way in vars(model) for way in ways[:-1])
 
 
 def _is_sentence_transformer(model: object) -> bool:

@@ -18,7 +18,7 @@ from fullrank._errors import EvaluationError
 from fullrank.data import GoldenSet
 from fullrank.encode import Adapter, Precision, Side, as_encoder, at_precision, declared_prompt
 from fullrank.isolate import undisturbed
-from fullrank.measure import Clock, OnNonfinite, Settings, measure
+from fullrank.measure import Clock, Documents, OnNonfinite, Settings, measure
 from fullrank.metrics import Metric, TieRule
 from fullrank.result import Finding, Result
 from fullrank.search import Similarity
@@ -135,7 +135,8 @@ def evaluate_embeddings(
         else torch.from_numpy(np.array(query_embeddings, dtype=np.float32))
     )
     settings = Settings(parsed(metrics), ties, similarity, list_length, exclude_self, on_nonfinite)
-    return measure(golden, settings, queries, documents, np.arange(len(golden.corpus)), Clock(), {})
+    positions = np.arange(len(golden.corpus))
+    return measure(golden, settings, queries, Documents(documents, positions, positions), Clock(), {})
 
 
 @dataclass
@@ -182,15 +183,8 @@ class EvaluationPlan:
                 with at_precision(precision, device), clock("encode"):
                     return documents.encode(index, report)
 
-            result = measure(
-                self.golden,
-                settings,
-                query_rows,
-                encode_documents,
-                documents.by_length(),
-                clock,
-                self._provenance(precision),
-            )
+            source = Documents(encode_documents, documents.by_length(), documents.inverse)
+            result = measure(self.golden, settings, query_rows, source, clock, self._provenance(precision))
         return _with_text_facts(result, self, queries, documents)
 
     def probe(self, n: int = 8, *, precision: Precision | None = None) -> Tensor:
@@ -239,10 +233,8 @@ def _with_text_facts(result: Result, plan: EvaluationPlan, queries: TextSide, do
     counts = {**result.counts, "n_equal_texts": documents.n_equal}
     if documents.n_truncated is not None and queries.n_truncated is not None:
         counts |= {"n_truncated": documents.n_truncated, "n_truncated_queries": queries.n_truncated}
-    declared = getattr(getattr(plan.encoder, "model", None), "prompts", None)
-    unused = [
-        side for side in ("query", "document") if declared_prompt(declared, side) and not plan.encoder.prompt(side)
-    ]
+    model = getattr(plan.encoder, "model", None)
+    unused = [side for side in ("query", "document") if declared_prompt(model, side) and not plan.encoder.prompt(side)]
     findings = list(result.findings)
     if unused:
         findings.append(

@@ -6,7 +6,7 @@ Promise: the numbers depend on the embeddings and the judgements alone, not on t
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fullrank.metrics import Metric, RankCounts, TieRule, score_queries
 from fullrank.result import Finding, Result, summarise, vacuous_cutoffs
 from fullrank.search import Ranking, Similarity, TargetPairs, Vectors, prepare, rank
 
-__all__ = ["Clock", "OnNonfinite", "Settings", "measure"]
+__all__ = ["Clock", "Documents", "OnNonfinite", "Settings", "measure"]
 
 BLOCK = 8_192
 """Documents that are encoded, ranked and forgotten at a time."""
@@ -40,6 +40,10 @@ class Settings:
     list_length: int | None
     exclude_self: bool
     on_nonfinite: OnNonfinite
+
+    def __post_init__(self) -> None:
+        if self.on_nonfinite not in get_args(OnNonfinite):
+            raise SettingError(f"on_nonfinite={self.on_nonfinite!r} is unknown; choose raise or worst")
 
     @property
     def k(self) -> int:
@@ -84,12 +88,42 @@ class _Phase:
         self.clock.seconds[self.name] = self.clock.seconds.get(self.name, 0.0) + spent
 
 
+@dataclass(frozen=True)
+class Documents:
+    """Where the embeddings of documents come from.
+
+    Attributes:
+        rows: gives float [n, d] for document positions int64 [n], on the device of the queries.
+        order: int64 [documents], the order in which to ask; judged documents are asked for first.
+        same_text: int64 [documents], equal where texts are; ``order`` has them together. They are asked for together,
+            so that they are encoded once and tie by construction.
+    """
+
+    rows: Callable[[NDArray[np.int64]], Tensor]
+    order: NDArray[np.int64]
+    same_text: NDArray[np.int64]
+
+    def blocks(self, judged: NDArray[np.int64]) -> tuple[NDArray[np.int64], Iterator[NDArray[np.int64]]]:
+        """Returns the first block, with the judged documents and all copies of them, and the others."""
+        first = np.isin(self.same_text, self.same_text[judged])
+        rest = self.order[~first[self.order]]
+        return np.flatnonzero(first), self._cut(rest)
+
+    def _cut(self, rest: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        text, start = self.same_text[rest], 0
+        while start < len(rest):
+            end = min(start + BLOCK, len(rest))
+            while end < len(rest) and text[end] == text[end - 1]:
+                end += 1
+            yield rest[start:end]
+            start = end
+
+
 def measure(
     golden: GoldenSet,
     settings: Settings,
     query_rows: Tensor,
-    documents: Callable[[NDArray[np.int64]], Tensor],
-    order: NDArray[np.int64],
+    documents: Documents,
     clock: Clock,
     provenance: dict[str, Any],
 ) -> Result:
@@ -99,8 +133,7 @@ def measure(
         golden: the golden set.
         settings: how to rank and what to compute.
         query_rows: float [queries, d].
-        documents: gives the embeddings [n, d] of document positions [n], on the device of the queries.
-        order: int64 [documents], the order in which to ask for documents; those with judgements are asked for first.
+        documents: where the embeddings of documents come from.
         clock: collects seconds by phase.
         provenance: what to record beside the settings.
     """
@@ -111,7 +144,7 @@ def measure(
     tally = _Tally()
     ranked = None
     if len(usable):
-        ranked = _rank(golden, settings, _take(queries, usable), usable.cpu().numpy(), documents, order, clock, tally)
+        ranked = _rank(golden, settings, _take(queries, usable), usable.cpu().numpy(), documents, clock, tally)
     with clock("metrics"):
         return _result(golden, settings, ranked, usable.cpu().numpy(), tally, clock, provenance)
 
@@ -128,21 +161,18 @@ def _rank(
     settings: Settings,
     queries: Vectors,
     usable: NDArray[np.int64],
-    documents: Callable[[NDArray[np.int64]], Tensor],
-    order: NDArray[np.int64],
+    documents: Documents,
     clock: Clock,
     tally: _Tally,
 ) -> Ranking:
     device = queries.rows.device
     target_query, target_doc = _targets(golden, usable)
-    judged = np.unique(target_doc)
-    rows = _checked_block(documents, judged, golden, settings, tally)
+    first, others = documents.blocks(target_doc)
+    rows = _checked_block(documents, first, golden, settings, tally)
 
     def blocks() -> Iterator[tuple[Tensor, Vectors]]:
-        yield torch.from_numpy(judged).to(device), rows
-        rest = order[~np.isin(order, judged)]
-        for start in range(0, len(rest), BLOCK):
-            index = rest[start : start + BLOCK]
+        yield torch.from_numpy(first).to(device), rows
+        for index in others:
             yield torch.from_numpy(index).to(device), _checked_block(documents, index, golden, settings, tally)
 
     encoding = clock.seconds.get("encode", 0.0)
@@ -150,7 +180,7 @@ def _rank(
     ranked = rank(
         queries,
         TargetPairs(torch.from_numpy(target_query).to(device), torch.from_numpy(target_doc).to(device)),
-        _take(rows, torch.from_numpy(np.searchsorted(judged, target_doc)).to(device)),
+        _take(rows, torch.from_numpy(np.searchsorted(first, target_doc)).to(device)),
         blocks(),
         similarity=settings.similarity,
         k=min(settings.k, len(golden.corpus)),
@@ -163,13 +193,13 @@ def _rank(
 
 
 def _checked_block(
-    documents: Callable[[NDArray[np.int64]], Tensor],
+    documents: Documents,
     index: NDArray[np.int64],
     golden: GoldenSet,
     settings: Settings,
     tally: _Tally,
 ) -> Vectors:
-    vectors = prepare(documents(index), settings.similarity)
+    vectors = prepare(documents.rows(index), settings.similarity)
     n_bad = int(vectors.bad.sum())
     if n_bad:
         ids = [golden.doc_ids[i] for i in index]
@@ -267,6 +297,7 @@ def _result(
             "ties": settings.ties,
             "similarity": settings.similarity,
             "exclude_self": settings.exclude_self,
+            "truncated_run": False,
             **provenance,
         },
         findings=tuple(findings),

@@ -53,6 +53,8 @@ def evaluate_run(
     scores = read_run(run) if isinstance(run, str | Path) else run
     judged = read_qrels(qrels) if isinstance(qrels, str | Path) else qrels
     query_ids = list(judged)
+    if not query_ids:
+        raise DataError("qrels are empty: no query is judged, so no metric can be computed")
     counts, hits = _counts(scores, judged, query_ids, ties, relevant_from, list_length)
     answerable = counts.n_relevant() > 0
     if not answerable.any():

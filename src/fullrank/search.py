@@ -154,8 +154,10 @@ def rank(
         id_order: int64 [documents], place of each document in the byte order of ids; needed for ``ahead``.
         exclude: int64 [q], a document position that does not exist for the query (its own text), or -1.
 
+    Scores that leave the range of float32 (vectors below 1e-20 or above 1e17 in length) are not exact.
+
     Raises:
-        EvaluationError: dimensions differ between queries and a block.
+        EvaluationError: dimensions differ between queries and documents.
     """
     with exact_fp32(queries.rows.device.type):
         run = _Pass(queries, targets, target_vectors, similarity, k, id_order, exclude)
@@ -178,6 +180,7 @@ class _Pass:
         exclude: Tensor | None,
     ) -> None:
         device, m, q = queries.rows.device, len(targets.query), len(queries.rows)
+        _refuse_other_width(queries, target_vectors)
         self.queries, self.targets, self.similarity, self.k = queries, targets, similarity, k
         self.id_order, self.exclude = id_order, exclude
         self.goal = torch.empty(m, dtype=torch.float32, device=device)
@@ -194,11 +197,7 @@ class _Pass:
         self.starts = torch.searchsorted(targets.query, torch.arange(q + 1, device=device)).tolist()
 
     def add(self, positions: Tensor, block: Vectors) -> None:
-        if block.rows.shape[1] != self.queries.rows.shape[1]:
-            raise EvaluationError(
-                f"queries have {self.queries.rows.shape[1]} dimensions and documents {block.rows.shape[1]}; "
-                "encode both with the same model"
-            )
+        _refuse_other_width(self.queries, block)
         self.n_documents += len(positions)
         for d0 in range(0, len(positions), DOCUMENT_TILE):
             docs = slice(d0, d0 + DOCUMENT_TILE)
@@ -344,6 +343,14 @@ class _Pass:
     def result(self) -> Ranking:
         return Ranking(
             self.better, self.tied, self.ahead, self.top_scores, self.top_docs, self.n_documents, self.n_near
+        )
+
+
+def _refuse_other_width(queries: Vectors, documents: Vectors) -> None:
+    if queries.rows.shape[1] != documents.rows.shape[1]:
+        raise EvaluationError(
+            f"queries have {queries.rows.shape[1]} dimensions and documents {documents.rows.shape[1]}; encode both "
+            "with the same model"
         )
 
 
