@@ -908,3 +908,12 @@ def test_scifact_with_minilm_gives_the_published_number(minilm, shared_data):
     assert result["ndcg@10"] == pytest.approx(0.645, abs=0.0015)
     assert result.eligible
     assert not result.collapsed
+
+
+def test_the_fingerprint_tells_weights_apart_and_only_weights(tiny_st, tiny_golden):
+    model = tiny_st()
+    first = evaluate(model, tiny_golden).provenance["model_fingerprint"]
+    assert evaluate(tiny_st(), tiny_golden).provenance["model_fingerprint"] == first
+    with torch.no_grad():
+        model[0].model.encoder.layer[1].output.dense.weight.add_(1e-4)
+    assert evaluate(model, tiny_golden).provenance["model_fingerprint"] != first

@@ -20,6 +20,7 @@ from fullrank.encode import Adapter, Precision, Side, as_encoder, at_precision, 
 from fullrank.isolate import undisturbed
 from fullrank.measure import Clock, Documents, OnNonfinite, Settings, measure
 from fullrank.metrics import Metric, TieRule
+from fullrank.models import model_fingerprint
 from fullrank.result import Finding, Result
 from fullrank.search import Similarity
 from fullrank.settings import DEFAULT_METRICS, parsed
@@ -207,6 +208,7 @@ class EvaluationPlan:
         inner = getattr(self.encoder, "model", None)
         return {
             "model": _model_name(inner),
+            "model_fingerprint": model_fingerprint(inner),
             "prompts": {side: self.encoder.prompt(side) for side in ("query", "document")},
             "precision": precision or "as the model stands",
             "max_length": getattr(inner, "max_seq_length", None) or getattr(self.encoder, "max_length", None),

@@ -1,15 +1,20 @@
-"""Loading models by path or hub id.
+"""Models by path or hub id, and what tells their weights apart.
 
 Promise: code that comes with a model is never run, weights are read from safetensors, and a model that is not there is
 one clear error.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fullrank._errors import DataError
 
-__all__ = ["load_sentence_transformer"]
+__all__ = ["load_sentence_transformer", "model_fingerprint"]
+
+SAMPLED_VALUES = 64
 
 
 def load_sentence_transformer(source: str) -> Any:
@@ -36,3 +41,18 @@ def load_sentence_transformer(source: str) -> Any:
             f"cannot load the model {source!r}: {first} Expected a folder written by save_pretrained, or a hub id "
             "that can be reached"
         ) from error
+
+
+def model_fingerprint(model: object) -> str | None:
+    """Returns a hash of names, shapes and evenly spaced values of all weights, or None where there are none.
+
+    Any training step moves nearly all values of the tensors that it trains, so a sample of each is enough to tell.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // SAMPLED_VALUES)][:SAMPLED_VALUES].double().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {sample.tolist()}".encode())
+    return digest.hexdigest()[:16]
