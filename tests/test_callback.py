@@ -571,3 +571,55 @@ def test_without_a_way_to_encode_the_error_says_how(tiny_bert, tiny_tokenizer, t
     RetrievalCallback(tiny_golden).attach(trainer)
     with pytest.raises(SettingError, match=r"cannot encode with a BiEncoder.*Backbone\(model, tokenizer"):
         trainer.train()
+
+
+def test_the_objective_itself_can_be_the_metric_for_the_best_model(tiny_st, tiny_golden, pairs, tmp_path):
+    faq = GoldenSet(tiny_golden.queries, tiny_golden.corpus, tiny_golden.qrels, name="faq")
+    model = tiny_st()
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=arguments(
+            tmp_path,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="best",
+            metric_for_best_model="eval_objective",
+        ),
+        train_dataset=Dataset.from_dict(pairs),
+        eval_dataset=Dataset.from_dict(pairs),
+        loss=MultipleNegativesRankingLoss(model),
+    )
+    select = {"tiny/recall@1": 0.75, "faq/ndcg@10": 0.25}
+    callback = RetrievalCallback([tiny_golden, faq], select=select).attach(trainer)
+    trainer.train()
+    assert [line.step for line in callback.history] == [0, 2, 4]
+    assert trainer.state.best_metric == callback.best.score
+
+
+def test_training_twice_begins_anew(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, max_steps=2)
+    callback = RetrievalCallback(tiny_golden, every=1).attach(trainer)
+    trainer.train()
+    first = callback.history[-1].metrics if callback.best.step == 2 else callback.history[callback.best.step].metrics
+    trainer.train()
+    assert [line.step for line in callback.history] == [0, 1, 2]
+    assert callback.history[0].metrics == first  # the restored best is the base model of the second run
+    assert (tmp_path / "fullrank.1" / "history.jsonl").is_file()
+
+
+def test_a_full_disk_does_not_end_the_training(tiny_st, tiny_golden, pairs, tmp_path, caplog):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, max_steps=4)
+    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
+
+    class Fill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                (tmp_path / "fullrank" / "step-2.json").mkdir()  # nothing can be written there any more
+
+    trainer.add_callback(Fill())
+    trainer.callback_handler.callbacks.insert(1, Scripted(callback, {0: 0.5, 2: 0.4, 4: 0.3}))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert callback.best.step == 0
+    assert "the evaluation of step 2 could not be written" in caplog.text

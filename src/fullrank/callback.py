@@ -37,9 +37,9 @@ __all__ = ["RetrievalCallback"]
 logger = logging.getLogger(__name__)
 
 EVALUATIONS_A_RUN = 10
-PROBE_TOLERANCE = 1e-4
-"""Largest difference between embeddings of the stored folder and those seen at its step. Rounding moves them by 1e-6,
-one training step by 1e-3 and more."""
+PROBE_TOLERANCE, HALF_PROBE_TOLERANCE = 1e-5, 1e-2
+"""Largest difference between embeddings of the stored folder and those seen at its step, in fp32 and in half precision:
+what another processor's rounding may do. On the same one they are equal."""
 
 
 class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
@@ -145,7 +145,9 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Prepares folders and encoders; trackers are not set up yet, so nothing is evaluated here."""
         model = kwargs["model"]
         refuse_shadowed_adapter(model)
-        refuse_unfit_arguments(args, self.metrics)
+        nothing = {name: dict.fromkeys(map(str, self.metrics), 0.0) for name in self.golden}
+        self._names = list(log_names(nothing, self.objective, 0.0))
+        refuse_unfit_arguments(args, self._names)
         if self.link.trainer is None:
             logger.warning(
                 "RetrievalCallback was given through callbacks=[...]: it cannot reach the trackers, the loss or "
@@ -164,6 +166,9 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._open(Path(args.output_dir) / "fullrank", state.global_step)
         self._model, self._last_step = model, -1
         self._logs: dict[str, float] = {}
+        self._values: dict[str, float] = {}
+        self.base_result = self.best_result = self.comparison = None
+        self.improved = False
         self._line: tuple[int, Result, bool] | None = None
         self._started = True
 
@@ -195,14 +200,12 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **kwargs: Any
     ) -> Any:
         """Gives our value to ``metric_for_best_model`` where it names one of ours, in the first call of a step."""
-        wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
-        if not self._started or metrics is None or wanted not in {str(metric) for metric in self.metrics}:
+        name = f"eval_{str(args.metric_for_best_model or '').removeprefix('eval_')}"
+        if not self._started or metrics is None or name not in self._names:
             return control
-        if f"eval_{wanted}" not in metrics and self._injected_at != state.global_step:
+        if name not in metrics and self._injected_at != state.global_step:
             control = self._evaluate(args, state, control)
-            latest = self._journal.lines[-1]
-            name = wanted if len(self.golden) == 1 else f"{next(iter(self.golden))}/{wanted}"
-            metrics[f"eval_{wanted}"] = latest.metrics.get(name, float("-inf"))
+            metrics[name] = self._values.get(name, float("-inf"))
             self._injected_at = state.global_step
         return control
 
@@ -256,8 +259,9 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 raise  # nothing has been spent yet, and it would fail at every step
             self._failed(step, state, time.perf_counter() - start, error)
             return control
-        self._journal.add(_line(step, state, results, score, time.perf_counter() - start), results)
-        self._log(log_names({n: r.metrics for n, r in results.items()}, self.objective, score), state, control)
+        self._note(_line(step, state, results, score, time.perf_counter() - start), results)
+        self._values = log_names({n: r.metrics for n, r in results.items()}, self.objective, score)
+        self.link.log(self._values, state, control, folder=self._folder, writes=self._writes)
         is_best = self._keep(step, score)
         set_name, _ = self.objective.leading
         if step == 0:
@@ -271,8 +275,15 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def _failed(self, step: int, state: Any, seconds: float, error: Exception) -> None:
         line = Evaluation(step, float(state.epoch or 0), "failed", seconds=seconds, error=traceback.format_exc())
-        self._journal.add(line, {})
+        self._values = {}
+        self._note(line, {})
         logger.error("evaluation at step %d failed and is not a candidate: %s: %s", step, type(error).__name__, error)
+
+    def _note(self, line: Evaluation, results: dict[str, Result]) -> None:
+        try:
+            self._journal.add(line, results)
+        except OSError as error:  # a full disk must not end the training
+            logger.error("the evaluation of step %d could not be written to %s: %s", line.step, self._folder, error)
 
     def _keep(self, step: int, score: float) -> bool:
         """Stores the weights if they are among the best; returns whether they are the new best."""
@@ -301,10 +312,12 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         now = self._plans[self.objective.leading[0]].probe(precision=self._precision)
         scale = max(1.0, float(seen.norm(dim=1).max()))
         off = float((now - seen).abs().max()) / scale if now.shape == seen.shape else float("inf")
-        if not off <= PROBE_TOLERANCE:
+        half = self._precision in ("bf16", "fp16") or any(p.element_size() < 4 for p in self._model.parameters())
+        tolerance = HALF_PROBE_TOLERANCE if half else PROBE_TOLERANCE
+        if not off <= tolerance:
             raise EvaluationError(
                 f"the weights in {best.path} are not those that scored {best.score:.4f} at step {best.step}: probe "
-                f"embeddings differ by {off:.2g} (at most {PROBE_TOLERANCE:g} is rounding). Do not use this folder"
+                f"embeddings differ by {off:.2g} (at most {tolerance:g} is rounding). Do not use this folder"
             )
 
     # ------------------------------------------------------------------ folders and trackers
@@ -322,14 +335,11 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         path = self._folder / result_name(step, set_name if len(self.golden) > 1 else None)
         return Result.load(path) if path.is_file() else None
 
-    def _log(self, logs: dict[str, float], state: Any, control: Any) -> None:
-        self.link.log(logs, state, control, folder=self._folder, writes=self._writes)
-
     def _add_layout(self) -> None:
         writer = self.link.writer
         if writer is not None:
-            names = log_names({n: dict.fromkeys(map(str, self.metrics), 0.0) for n in self.golden}, self.objective, 0.0)
-            writer.add_custom_scalars(tensorboard_layout([f"eval/{name[5:]}" for name in names]))
+            tags = [f"eval/{name.removeprefix('eval_')}" for name in self._names]
+            writer.add_custom_scalars(tensorboard_layout(tags))
 
     def _say_line(self, state: Any) -> None:
         if not self._started or self._line is None:

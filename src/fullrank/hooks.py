@@ -4,7 +4,7 @@ Promise: only the given trainer instance is touched, never a class; without a tr
 less reach. Facts about transformers are those of release 5.23 and later.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import nn
 from fullrank._errors import SettingError
 from fullrank.encode import Precision
 from fullrank.in_batch import InBatchMonitor
-from fullrank.metrics import Metric
 
 __all__ = ["TrainerLink", "precision_of", "refuse_unfit_arguments"]
 
@@ -94,10 +93,10 @@ def precision_of(args: Any) -> Precision | None:
     return "fp16" if getattr(args, "fp16", False) else None
 
 
-def refuse_unfit_arguments(args: Any, metrics: Sequence[Metric]) -> None:
-    """Raises `SettingError` for training arguments that would turn one of our metrics upside down."""
+def refuse_unfit_arguments(args: Any, names: Collection[str]) -> None:
+    """Raises `SettingError` for training arguments that would turn one of our values (``names``) upside down."""
     wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
-    if wanted not in {str(metric) for metric in metrics}:
+    if f"eval_{wanted}" not in names:
         return
     if args.greater_is_better is False:
         raise SettingError(
