@@ -623,3 +623,93 @@ def test_a_full_disk_does_not_end_the_training(tiny_st, tiny_golden, pairs, tmp_
     assert trainer.state.global_step == 4
     assert callback.best.step == 0
     assert "the evaluation of step 2 could not be written" in caplog.text
+
+
+# ------------------------------------------------------------------ resuming
+
+
+class Crash(TrainerCallback):
+    """Ends the process of training in the middle, as a lost machine does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def crash_and_resume(tiny_st, tiny_golden, pairs, out, scores, *, crash_at=5, **options):
+    options = {"save_strategy": "steps", "save_steps": 4, **options}
+    trainer = make_trainer(tiny_st(), pairs, out, callbacks=[Crash(crash_at)], **options)
+    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
+    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer = make_trainer(tiny_st(), pairs, out, **options)
+    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
+    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
+    trainer.train(resume_from_checkpoint=True)
+    return trainer, callback
+
+
+@pytest.mark.parametrize("best", [0, 2, 4, 6, 8])
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_st, tiny_golden, pairs, tmp_path, best):
+    scores = {step: 0.9 if step == best else 0.1 + step / 100 for step in (0, 2, 4, 6, 8)}
+    whole, expected = scripted_run(
+        tiny_st, tiny_golden, pairs, tmp_path / "whole", scores, save_strategy="steps", save_steps=4
+    )
+    trainer, callback = crash_and_resume(tiny_st, tiny_golden, pairs, tmp_path / "parts", scores)
+
+    def plain(history):
+        return [(line.step, line.status, line.score, line.metrics, line.note) for line in history]
+
+    assert plain(callback.history) == plain(expected.history)
+    assert (callback.best.step, callback.best.score) == (best, 0.9)
+    assert callback.improved == expected.improved
+    assert trainer.state.best_global_step == whole.state.best_global_step == best
+    assert callback.base_result.metrics == expected.base_result.metrics
+    ours, theirs = trainer.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    steps = [row["step"] for row in trainer.state.log_history if "eval_recall@1" in row]
+    assert steps == [0, 2, 4, 6, 8]
+
+
+def test_a_best_of_an_abandoned_branch_stays_a_candidate(tiny_st, tiny_golden, pairs, tmp_path):
+    scores = {0: 0.1, 2: 0.2, 4: 0.3, 6: 0.9, 8: 0.4}
+    options = {"save_strategy": "steps", "save_steps": 4}
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, callbacks=[Crash(7)], **options)
+    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
+    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, max_steps=5, **options)
+    callback = RetrievalCallback(tiny_golden, every=5).attach(trainer)
+    trainer.callback_handler.callbacks.insert(1, Scripted(callback, {5: 0.35}))
+    trainer.train(resume_from_checkpoint=True)
+    assert [(line.step, line.note) for line in callback.history] == [
+        (0, None),
+        (2, None),
+        (4, None),
+        (6, "abandoned branch"),
+        (5, None),
+    ]
+    assert (callback.best.step, callback.best.score) == (6, 0.9)
+
+
+def test_a_deleted_best_folder_is_no_candidate_on_resume(tiny_st, tiny_golden, pairs, tmp_path):
+    import shutil
+
+    scores = {0: 0.1, 2: 0.9, 4: 0.3, 6: 0.4, 8: 0.5}
+    options = {"save_strategy": "steps", "save_steps": 4}
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, callbacks=[Crash(5)], **options)
+    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
+    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    shutil.rmtree(callback.best.path)
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, **options)
+    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
+    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
+    trainer.train(resume_from_checkpoint=True)
+    assert (callback.best.step, callback.best.score) == (8, 0.5)

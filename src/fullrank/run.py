@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fullrank._errors import DataError, first_few
 from fullrank.loaders import read_qrels, read_run
 from fullrank.metrics import Metric, RankCounts, TieRule, score_queries
-from fullrank.result import Result, summarise
+from fullrank.result import Hit, Result, summarise
 from fullrank.settings import DEFAULT_METRICS, parsed
 
 __all__ = ["evaluate_run"]
 
 Run = Mapping[str, Mapping[str, float]]
 Qrels = Mapping[str, Mapping[str, float]]
+Scores = NDArray[np.float64]
 
 
 def evaluate_run(
@@ -83,11 +85,11 @@ def evaluate_run(
 
 def _counts(
     run: Run, qrels: Qrels, query_ids: list[str], ties: TieRule, relevant_from: float, list_length: int
-) -> tuple[RankCounts, dict[str, list[tuple[str, float]]]]:
+) -> tuple[RankCounts, dict[str, list[Hit]]]:
     parts: list[tuple[np.ndarray, ...]] = []
-    hits: dict[str, list[tuple[str, float]]] = {}
+    hits: dict[str, list[Hit]] = {}
     for place, qid in enumerate(query_ids):
-        listed, grades = run.get(qid, {}), qrels[qid]
+        listed = run.get(qid, {})
         docs, scores = list(listed), np.fromiter(listed.values(), dtype=np.float64, count=len(listed))
         if not np.isfinite(scores).all():
             bad = [docs[i] for i in np.flatnonzero(~np.isfinite(scores))]
@@ -95,36 +97,44 @@ def _counts(
         if ties == "trec":
             with np.errstate(over="ignore"):
                 scores = scores.astype(np.float32).astype(np.float64)
-        relevant = [doc_id for doc_id, grade in grades.items() if grade > 0]
-        column = {doc_id: i for i, doc_id in enumerate(docs)} if relevant else {}
-        index = np.array([column.get(doc_id, -1) for doc_id in relevant], dtype=np.int64)
-        found = index >= 0
-        better, tied, ahead = np.full(len(index), np.inf), np.ones(len(index)), np.zeros(len(index))
-        ordered, own = np.sort(scores), scores[index[found]]
-        better[found] = len(scores) - np.searchsorted(ordered, own, side="right")
-        tied[found] = len(scores) - better[found] - np.searchsorted(ordered, own, side="left")
-        if ties == "trec":
-            ahead[found] = [
-                _tied_ahead(docs, scores, int(i)) if t > 1 else 0
-                for i, t in zip(index[found], tied[found], strict=True)
-            ]
-        grade = np.array([grades[doc_id] for doc_id in relevant], dtype=np.float64)
-        parts.append((np.full(len(index), place), better, tied, ahead, grade))
-        hits[qid] = _top(docs, scores, list_length)
+        relevant = {doc_id: grade for doc_id, grade in qrels[qid].items() if grade > 0}
+        better, tied, ahead = _stand(docs, scores, list(relevant), ties)
+        grade = np.fromiter(relevant.values(), dtype=np.float64, count=len(relevant))
+        parts.append((np.full(len(relevant), place), better, tied, ahead, grade))
+        hits[qid] = _top(docs, scores, list_length, ties)
     query, better, tied, ahead, grade = (np.concatenate(column) for column in zip(*parts, strict=True))
     return RankCounts(len(query_ids), query.astype(np.int64), better, tied, ahead, grade, relevant_from), hits
 
 
-def _tied_ahead(docs: list[str], scores: np.ndarray, own: int) -> int:
+def _stand(docs: list[str], scores: Scores, relevant: list[str], ties: TieRule) -> tuple[Scores, Scores, Scores]:
+    """Returns `better`, `tied` and `ahead` of the relevant documents in one list."""
+    column = {doc_id: i for i, doc_id in enumerate(docs)} if relevant else {}
+    index = np.array([column.get(doc_id, -1) for doc_id in relevant], dtype=np.int64)
+    found = index >= 0
+    better, tied, ahead = np.full(len(index), np.inf), np.ones(len(index)), np.zeros(len(index))
+    ordered, own = np.sort(scores), scores[index[found]]
+    better[found] = len(scores) - np.searchsorted(ordered, own, side="right")
+    tied[found] = len(scores) - better[found] - np.searchsorted(ordered, own, side="left")
+    if ties == "trec":
+        pairs = zip(index[found], tied[found], strict=True)
+        ahead[found] = [_tied_ahead(docs, scores, int(i)) if t > 1 else 0 for i, t in pairs]
+    return better, tied, ahead
+
+
+def _tied_ahead(docs: list[str], scores: Scores, own: int) -> int:
     """Returns how many documents of the same score have a greater id by bytes."""
-    mine = docs[own].encode("utf-8", "surrogatepass")
-    return sum(docs[i].encode("utf-8", "surrogatepass") > mine for i in np.flatnonzero(scores == scores[own]))
+    return sum(_as_bytes(docs[i]) > _as_bytes(docs[own]) for i in np.flatnonzero(scores == scores[own]))
 
 
-def _top(docs: list[str], scores: np.ndarray, k: int) -> list[tuple[str, float]]:
+def _top(docs: list[str], scores: Scores, k: int, ties: TieRule) -> list[Hit]:
     k = min(k, len(docs))
     if not k:
         return []
     floor = np.partition(scores, len(scores) - k)[len(scores) - k]
     rows = [(docs[i], float(scores[i])) for i in np.flatnonzero(scores >= floor)]
-    return sorted(rows, key=lambda row: (-row[1], row[0]))[:k]
+    rows.sort(key=lambda row: _as_bytes(row[0]), reverse=ties == "trec")
+    return sorted(rows, key=lambda row: -row[1])[:k]
+
+
+def _as_bytes(doc_id: str) -> bytes:
+    return doc_id.encode("utf-8", "surrogatepass")
