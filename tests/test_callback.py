@@ -440,8 +440,8 @@ def test_through_callbacks_it_still_chooses_keeps_and_restores(tiny_st, tiny_gol
         ({"select": "recall_at_1"}, "did you mean 'recall@1'"),
         ({"select": "dev/recall@1"}, "select names the golden set 'dev'; there are tiny"),
         ({"select": {"tiny/recall@1": -1.0}}, "weights must be positive"),
-        ({"patience": 0}, "patience=0 must be at least 1"),
-        ({"keep_best": 0}, "keep_best=0 must be at least 1"),
+        ({"patience": 0}, "patience=0 must be a whole number from 1"),
+        ({"keep_best": 0}, "keep_best=0 must be a whole number from 1"),
         ({"metrics": ["ndgc@10"]}, "did you mean 'ndcg@10'"),
     ],
 )

@@ -100,9 +100,9 @@ def test_a_result_stays_one_file_in_the_folder_whatever_the_set_is_called(tmp_pa
     Journal(folder).add(ok(2, 0.4), {name: make_result(0.4), "other": make_result(0.3)})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        ["history.jsonl", result_name(2, name), "step-2.other.json"]
+        ["history.jsonl", result_name("step-2", name), "step-2.other.json"]
     )
-    assert Result.load(folder / result_name(2, name)) == make_result(0.4)
+    assert Result.load(folder / result_name("step-2", name)) == make_result(0.4)
 
 
 def test_sets_with_like_names_do_not_overwrite_each_other(tmp_path):

@@ -43,6 +43,7 @@ BELOW_TORCH = [
     "in_batch",
     "weights",
     "hooks",
+    "keeper",
     "callback",
     "demo",
     "cli",

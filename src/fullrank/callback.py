@@ -10,36 +10,35 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import TrainerCallback
 
-from fullrank._errors import EvaluationError, NonFiniteError, SettingError
+from fullrank._errors import DataError, NonFiniteError, SettingError
 from fullrank.checkpoints import Evaluation, since_best
 from fullrank.comparison import Comparison, compare
 from fullrank.data import GoldenSet
 from fullrank.encode import Encoder, Precision, as_encoder
 from fullrank.evaluate import EvaluationPlan
-from fullrank.hooks import TrainerLink, precision_of, refuse_unfit_arguments
+from fullrank.hooks import TrainerLink, foreign_checkpoints, precision_of, refuse_unfit_arguments
 from fullrank.in_batch import InBatchMonitor
+from fullrank.isolate import undisturbed
 from fullrank.journal import Journal, move_aside, result_name
+from fullrank.keeper import Keeper
 from fullrank.metrics import Metric, TieRule
 from fullrank.objective import Objective, log_names, metrics_needed, named_sets
 from fullrank.report import evaluation_line, say, tensorboard_layout, verdict, worst_text
 from fullrank.result import Result
-from fullrank.settings import DEFAULT_METRICS
+from fullrank.settings import DEFAULT_METRICS, refuse_no_count, refuse_unknown
 from fullrank.store import BestStore, Stored
-from fullrank.weights import load_probe, load_weights, refuse_shadowed_adapter, save_probe, save_weights
+from fullrank.weights import refuse_shadowed_adapter
 
 __all__ = ["RetrievalCallback"]
 
 logger = logging.getLogger(__name__)
 
 EVALUATIONS_A_RUN = 10
-PROBE_TOLERANCE, HALF_PROBE_TOLERANCE = 1e-5, 1e-2
-"""Largest difference between embeddings of the stored folder and those seen at its step, in fp32 and in half precision:
-what another processor's rounding may do. On the same one they are equal."""
 
 
 class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
@@ -93,16 +92,17 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         batch_tokens: int | None = None,
         verbose: bool | None = None,
     ) -> None:
-        if (
-            every is not None
-            and every != "epoch"
-            and (isinstance(every, bool) or not isinstance(every, int) or every < 1)
-        ):
-            raise SettingError(f"every={every!r} must be a whole number of steps from 1, 'epoch' or None")
-        if patience is not None and patience < 1:
-            raise SettingError(f"patience={patience} must be at least 1")
-        if keep_best < 1:
-            raise SettingError(f"keep_best={keep_best} must be at least 1")
+        if every != "epoch":
+            refuse_no_count("every", every, "a whole number of steps from 1, 'epoch' or None")
+        refuse_no_count("patience", patience, "a whole number from 1 or None")
+        refuse_no_count("batch_tokens", batch_tokens, "a whole number from 1 or None")
+        refuse_no_count("keep_best", keep_best or 0, "a whole number from 1")
+        refuse_unknown("ties", ties, get_args(TieRule))
+        refuse_unknown("precision", precision, ("auto", None, *get_args(Precision)))
+        if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
+            raise SettingError(f"min_delta={min_delta!r} must be a number from 0")
+        if encoder is not None:
+            as_encoder(encoder)  # refuses what cannot encode
         self.golden = named_sets(golden)
         self.objective = Objective.parse(select, list(self.golden))
         self.metrics = metrics_needed(metrics, self.objective)
@@ -115,7 +115,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self.base_result: Result | None = None
         self.best_result: Result | None = None
         self.comparison: Comparison | None = None
-        self._started = False
+        self._started = self._training = False
         self._injected_at = -1
 
     def attach(self, trainer: Any) -> "RetrievalCallback":
@@ -163,14 +163,16 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         )
         self._writes = bool(state.is_world_process_zero)
         self._speaks = self._writes and (not args.disable_tqdm if self.verbose is None else self.verbose)
-        self._open(Path(args.output_dir) / "fullrank", state.global_step)
+        if state.global_step == 0 and (finding := foreign_checkpoints(args)):
+            logger.warning("%s", finding)
         self._model, self._last_step = model, -1
+        self._open(Path(args.output_dir) / "fullrank", state.global_step)
         self._logs: dict[str, float] = {}
         self._values: dict[str, float] = {}
         self.base_result = self.best_result = self.comparison = None
         self.improved = False
         self._line: tuple[int, Result, bool] | None = None
-        self._started = True
+        self._started = self._training = True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Evaluates the base model before the first step."""
@@ -201,7 +203,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     ) -> Any:
         """Gives our value to ``metric_for_best_model`` where it names one of ours, in the first call of a step."""
         name = f"eval_{str(args.metric_for_best_model or '').removeprefix('eval_')}"
-        if not self._started or metrics is None or name not in self._names:
+        if not self._training or metrics is None or name not in self._names:
             return control
         if name not in metrics and self._injected_at != state.global_step:
             control = self._evaluate(args, state, control)
@@ -218,22 +220,24 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restores the best weights, verifies that they are those that were scored, and says how sure the choice is."""
         self._say_line(state)
+        self._training = False
+        self.link.close()
         best = self._store.best
         if best is None:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
             self._end("error", verdict(None, improved=False, step=None, metric=self.objective.label))
             return
-        load_weights(self._model, best.path, loss=self.link.loss)
-        self._verify(best)
+        self._keeper.restore(best)
         state.best_metric, state.best_global_step = best.score, best.step
         state.best_model_checkpoint = str(best.path)
         base = next((line for line in self._journal.lines if line.step == 0 and line.status == "ok"), None)
         self.improved = best.step != 0 and (base is None or base.score is None or best.score > base.score)
         set_name, metric = self.objective.leading
-        self.best_result = self._stored_result(best.step, set_name)
+        # From the folder of the weights: the step may have been evaluated on another branch as well.
+        self.best_result = _read_result(best.path / result_name("result", set_name))
         if self.base_result is None:
             self.base_result = self._stored_result(0, set_name)
-        if self.base_result is not None and self.best_result is not None and best.step != 0:
+        if self.base_result is not None and self.best_result is not None:
             self.comparison = compare(self.base_result, self.best_result, metric)
         text = verdict(self.comparison, improved=self.improved, step=best.step, metric=self.objective.label)
         self._end("info" if self.improved else "warning", text)
@@ -247,10 +251,11 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._last_step = step
         start = time.perf_counter()
         try:
-            results = {
-                name: plan.run(metrics=self.metrics, ties=self.ties, precision=self._precision)
-                for name, plan in self._plans.items()
-            }
+            with undisturbed(self._model):  # an encoder of the user's own may not know that it runs in training
+                results = {
+                    name: plan.run(metrics=self.metrics, ties=self.ties, precision=self._precision)
+                    for name, plan in self._plans.items()
+                }
             score = self.objective.value(results)
             if not math.isfinite(score):
                 raise NonFiniteError(f"{self.objective.label} is {score} at step {step}")
@@ -262,7 +267,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._note(_line(step, state, results, score, time.perf_counter() - start), results)
         self._values = log_names({n: r.metrics for n, r in results.items()}, self.objective, score)
         self.link.log(self._values, state, control, folder=self._folder, writes=self._writes)
-        is_best = self._keep(step, score)
+        is_best = self._writes and self._keeper.keep(step, score, results)
         set_name, _ = self.objective.leading
         if step == 0:
             self.base_result = results[set_name]
@@ -282,43 +287,8 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def _note(self, line: Evaluation, results: dict[str, Result]) -> None:
         try:
             self._journal.add(line, results)
-        except OSError as error:  # a full disk must not end the training
+        except (OSError, ValueError) as error:  # a full disk, or a number that JSON cannot hold
             logger.error("the evaluation of step %d could not be written to %s: %s", line.step, self._folder, error)
-
-    def _keep(self, step: int, score: float) -> bool:
-        """Stores the weights if they are among the best; returns whether they are the new best."""
-        if not self._writes or not self._store.wants(step, score):
-            return False
-        plan = self._plans[self.objective.leading[0]]
-
-        def save(folder: Path) -> None:
-            save_weights(self._model, folder, save_model=self.link.save_model, loss=self.link.loss)
-            save_probe(plan.probe(precision=self._precision), folder)
-
-        try:
-            return self._store.offer(step, score, save)
-        except Exception as error:  # no space is an OSError or a SafetensorError, and training must not die of it
-            if step == 0:
-                raise
-            logger.error("the weights of step %d could not be stored (%s); the best so far stays", step, error)
-            return False
-
-    def _verify(self, best: Stored) -> None:
-        """Raises where the restored weights are not those that were scored."""
-        seen = load_probe(best.path)
-        if seen is None:
-            logger.warning("%s holds no probe embeddings; its weights cannot be verified", best.path)
-            return
-        now = self._plans[self.objective.leading[0]].probe(precision=self._precision)
-        scale = max(1.0, float(seen.norm(dim=1).max()))
-        off = float((now - seen).abs().max()) / scale if now.shape == seen.shape else float("inf")
-        half = self._precision in ("bf16", "fp16") or any(p.element_size() < 4 for p in self._model.parameters())
-        tolerance = HALF_PROBE_TOLERANCE if half else PROBE_TOLERANCE
-        if not off <= tolerance:
-            raise EvaluationError(
-                f"the weights in {best.path} are not those that scored {best.score:.4f} at step {best.step}: probe "
-                f"embeddings differ by {off:.2g} (at most {tolerance:g} is rounding). Do not use this folder"
-            )
 
     # ------------------------------------------------------------------ folders and trackers
 
@@ -328,12 +298,27 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._journal = Journal(folder, write=self._writes)
         self._store = BestStore(folder / "best", keep_best=self.keep_best)
         self._folder = folder
+        leading = self._plans[self.objective.leading[0]]
+        self._keeper = Keeper(self._store, self._model, leading, self.link, self._precision)
         if step:
+            self._refuse_other_data()
             self._journal.resume(step, [stored.step for stored in self._store.stored])
 
+    def _refuse_other_data(self) -> None:
+        """Raises where a resumed run has other golden sets than it began with: scores of two sets cannot be ranked."""
+        for name, golden in self.golden.items():
+            base = self._stored_result(0, name)
+            if base is not None and base.provenance.get("data") != golden.fingerprint():
+                raise DataError(
+                    f"golden set {name!r} is not the one that this run began with; resume with the same data, or start "
+                    f"anew in another output_dir than that of {self._folder}"
+                )
+
+    def _suffix(self, set_name: str) -> str | None:
+        return set_name if len(self.golden) > 1 else None
+
     def _stored_result(self, step: int, set_name: str) -> Result | None:
-        path = self._folder / result_name(step, set_name if len(self.golden) > 1 else None)
-        return Result.load(path) if path.is_file() else None
+        return _read_result(self._folder / result_name(f"step-{step}", self._suffix(set_name)))
 
     def _add_layout(self) -> None:
         writer = self.link.writer
@@ -359,6 +344,10 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             say(text)
         elif level != "info":
             getattr(logger, level)(text)
+
+
+def _read_result(path: Path) -> Result | None:
+    return Result.load(path) if path.is_file() else None
 
 
 def _line(step: int, state: Any, results: Mapping[str, Result], score: float, seconds: float) -> Evaluation:

@@ -1,11 +1,14 @@
 """The command line: thin doors to the library.
 
-Exit codes: 0 fine, 1 the answer is "no" (nothing beat the base model), 2 wrong input.
+Exit codes: 0 fine, 1 the answer is "no" (nothing beat the base model, a check found errors), 2 wrong input, 3 a fault
+of fullrank itself.
 """
 
 import json
 import logging
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +64,8 @@ def demo(
 
     Example: fullrank demo --out runs/demo
     """
+    if out.exists() and not out.is_dir():
+        raise SettingError(f"{out} is a file; --out names a folder")
     with _quiet_loading():
         from fullrank.demo import run_demo
 
@@ -96,7 +101,7 @@ def evaluate_model(
     _refuse_unwritable(out)
     with _quiet_loading():
         from fullrank.evaluate import evaluate
-        from fullrank.models import load_sentence_transformer
+        from fullrank.models import bare_backbone, load_sentence_transformer
 
         network = load_sentence_transformer(model)
     with _bars() as progress:
@@ -107,8 +112,9 @@ def evaluate_model(
         return
     n = result.counts
     say(result_table(result, title=f"{golden.name}: {n['n_scored']:,} queries, {n['n_documents']:,} documents"))
-    if result.findings:
-        say(findings_text(result.findings))
+    findings = [*result.findings, *bare_backbone(model)]
+    if findings:
+        say(findings_text(findings))
     rate = result.timing.get("documents_per_second", 0.0)
     say(f"{result.timing['total']:.1f} s, {rate:,.0f} documents/s; result in {path}")
 
@@ -151,8 +157,9 @@ def _refuse_unwritable(path: Path) -> None:
     if path.is_dir():
         raise SettingError(f"{path} is a folder; give the name of a file")
     above = next(parent for parent in path.absolute().parents if parent.exists())
-    if not above.is_dir():
-        raise SettingError(f"{path} cannot be written: {above} is a file")
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        why = "is a file" if not above.is_dir() else "may not be written to"
+        raise SettingError(f"{path} cannot be written: {above} {why}")
 
 
 def _names(metrics: str) -> list[str]:
@@ -195,3 +202,6 @@ def main() -> None:
     except (FullrankError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(3)  # a fault of ours is no "no"

@@ -63,6 +63,8 @@ def compare(
             ``allow_other_data=True``: then the common queries are compared).
         SettingError: the metric was not computed in both.
     """
+    if not isinstance(baseline, Result) or not isinstance(candidate, Result):
+        raise DataError("compare needs two results; read them back with fullrank.Result.load(path)")
     name = baseline.name_of(metric)
     candidate.name_of(metric)
     place = {qid: i for i, qid in enumerate(candidate.query_ids)}
@@ -93,6 +95,10 @@ def compare(
     )
 
 
+def _positive(grades: dict[str, float]) -> dict[str, float]:
+    return {doc_id: grade for doc_id, grade in grades.items() if grade > 0}
+
+
 def _interval(difference: NDArray[np.float64], level: float, seed: int) -> Interval:
     if np.any(difference):
         return mean_interval(difference, level=level, seed=seed, bounds=(-1.0, 1.0))
@@ -113,6 +119,9 @@ def _unlike(baseline: Result, candidate: Result, metric: Metric) -> list[str]:
         and key in candidate.provenance
         and baseline.provenance[key] != candidate.provenance[key]
     ]
+    common = baseline.qrels.keys() & candidate.qrels.keys()
+    if any(_positive(baseline.qrels[qid]) != _positive(candidate.qrels[qid]) for qid in common):
+        found.append("judgements")
     if baseline.relevant_from != candidate.relevant_from:
         found.append("relevant_from")
     if not found and set(baseline.query_ids) != set(candidate.query_ids):

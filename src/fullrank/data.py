@@ -19,12 +19,13 @@ from fullrank.metrics import TINY, Metric
 from fullrank.result import Finding
 from fullrank.settings import DEFAULT_METRICS
 
-__all__ = ["GoldenSet", "Judgements", "Missing", "join_title"]
+__all__ = ["GoldenSet", "Judgements", "Missing", "checked_grade", "join_title", "refuse_other_than_golden"]
 
 Missing = Literal["raise", "keep", "drop"]
 Document = str | Mapping[str, str]
 
-MAX_GRADE = 1e15
+MAX_GRADE = 1_000
+"""A gain of 2^grade must stay a number."""
 NOT_IN_CORPUS = -1
 """Position of a judged document that the corpus does not hold (``missing="keep"``): it can never be retrieved."""
 
@@ -85,6 +86,10 @@ class GoldenSet:
         for part in ("queries", "corpus", "qrels"):
             if not isinstance(getattr(self, part), Mapping):
                 raise DataError(f"{part} must be a dict by id, got {type(getattr(self, part)).__name__}")
+        if self.groups is not None and not isinstance(self.groups, Mapping):
+            raise DataError(f"groups must be a dict {{query id: type}}, got {type(self.groups).__name__}")
+        if isinstance(self.relevant_from, bool) or not isinstance(self.relevant_from, int | float):
+            raise DataError(f"relevant_from={self.relevant_from!r} must be a number")
         if not self.corpus:
             raise DataError(f"golden set {self.name!r} has an empty corpus: there is nothing to rank")
         if not self.queries:
@@ -123,7 +128,9 @@ class GoldenSet:
         """
         if len(queries) != len(positives):
             raise DataError(f"{len(queries)} queries and {len(positives)} positives; there must be one entry a query")
-        answers = [[p] if isinstance(p, int | np.integer) else list(p) for p in positives]
+        answers = [[p] if isinstance(p, int | np.integer) else list(p or ()) for p in positives]
+        if other := [p for ps in answers for p in ps if isinstance(p, bool) or not isinstance(p, int | np.integer)]:
+            raise DataError(f"positives must be positions in passages, got {first_few(other)}")
         wrong = [(i, int(p)) for i, ps in enumerate(answers) for p in ps if not 0 <= p < len(passages)]
         if wrong:
             raise DataError(f"positions (query, passage) outside the {len(passages)} passages: {first_few(wrong)}")
@@ -209,6 +216,12 @@ class GoldenSet:
         return self._fingerprint
 
 
+def refuse_other_than_golden(golden: object) -> None:
+    """Raises `DataError` for anything that is no `GoldenSet`."""
+    if not isinstance(golden, GoldenSet):
+        raise DataError(f"golden must be a GoldenSet, got {type(golden).__name__}; see fullrank.load_golden")
+
+
 def join_title(document: object, doc_id: object = "?") -> str:
     """Returns a document's text with its title in front, as BEIR joins them.
 
@@ -237,10 +250,17 @@ def _checked_text(value: object, where: str) -> str:
     return value
 
 
-def _checked_grade(value: object, qid: str, doc_id: str) -> float:
+def checked_grade(value: object, qid: str, doc_id: str) -> float:
+    """Returns a judgement as a plain number.
+
+    Raises:
+        DataError: not a number below 1,000 in size.
+    """
     number = value.item() if isinstance(value, np.generic) else value
     if not isinstance(number, int | float) or not abs(number) < MAX_GRADE:
-        raise DataError(f"grade of query {qid!r}, document {doc_id!r} must be a finite number, got {value!r:.40}")
+        raise DataError(
+            f"grade of query {qid!r}, document {doc_id!r} must be a finite number below 1,000, got {value!r:.40}"
+        )
     return int(number) if isinstance(number, bool) else number
 
 
@@ -276,7 +296,7 @@ def _resolve(
             raise DataError(f"golden set {name!r}: no query has an entry in qrels, so missing='drop' leaves none")
     judged = {
         qid: {
-            _checked_id(doc_id, "document"): _checked_grade(grade, qid, doc_id)
+            _checked_id(doc_id, "document"): checked_grade(grade, qid, doc_id)
             for doc_id, grade in qrels.get(qid, {}).items()
             if missing != "drop" or doc_id in corpus
         }

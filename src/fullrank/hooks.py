@@ -4,6 +4,8 @@ Promise: only the given trainer instance is touched, never a class; without a tr
 less reach. Facts about transformers are those of release 5.23 and later.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from torch import nn
 from fullrank._errors import SettingError
 from fullrank.encode import Precision
 from fullrank.in_batch import InBatchMonitor
+from fullrank.result import Finding
+from fullrank.weights import has_adapters, load_weights
 
-__all__ = ["TrainerLink", "precision_of", "refuse_unfit_arguments"]
+__all__ = ["TrainerLink", "foreign_checkpoints", "precision_of", "refuse_unfit_arguments"]
 
 
 class TrainerLink:
@@ -36,10 +40,25 @@ class TrainerLink:
         return None if trainer is None else lambda folder: trainer.save_model(str(folder), _internal_call=True)
 
     def register(self, callback: Any, monitor: InBatchMonitor) -> None:
-        """Puts ``callback`` first, taps the loss, and adds the in-batch metrics to the loss lines."""
-        callbacks = self.trainer.callback_handler.callbacks  # type: ignore[union-attr]
+        """Puts ``callback`` first, taps the loss, and adds the in-batch metrics to the loss lines.
+
+        Raises:
+            SettingError: another callback of this kind is there, or the trainer cannot save without a push to the hub.
+        """
+        trainer: Any = self.trainer
+        callbacks = trainer.callback_handler.callbacks
         if callback in callbacks:
             callbacks.remove(callback)
+        if any(type(other) is type(callback) for other in callbacks):
+            raise SettingError(
+                "the trainer has a RetrievalCallback already, and both would write to the same folder; give one "
+                "callback a list of golden sets instead"
+            )
+        if "_internal_call" not in inspect.signature(trainer.save_model).parameters:
+            raise SettingError(
+                f"{type(trainer).__name__}.save_model must take _internal_call, as Trainer.save_model does: without it "
+                "every best step would be pushed to the hub"
+            )
         # First, so that an early stopping callback sees the metrics that we add in `on_evaluate`.
         callbacks.insert(0, callback)
         losses = self.loss.values() if isinstance(self.loss, dict) else [self.loss]
@@ -47,17 +66,22 @@ class TrainerLink:
         for loss in modules:
             monitor.watch_loss(loss)
         if not modules:
-            monitor.watch_model(self.trainer.model)  # type: ignore[union-attr]
+            monitor.watch_model(trainer.model)
+        if hasattr(trainer, "loss") and has_adapters(trainer.model):
+            # sentence-transformers rebuilds the model from the checkpoint and copies the state over, whose names are
+            # not those of a model adapted by get_peft_model: resuming raises, load_best_model_at_end only logs.
+            trainer._load_from_checkpoint = lambda path: load_weights(trainer.model, Path(path), loss=trainer.loss)
         self._extend_log(monitor)
 
     def _extend_log(self, monitor: InBatchMonitor) -> None:
-        trainer, inner = self.trainer, self.trainer.log  # type: ignore[union-attr]
+        trainer: Any = self.trainer
+        inner = trainer.log
 
         def log(logs: dict[str, float], *args: Any, **options: Any) -> Any:
             # `Trainer.log` copies what it is given before `on_log`: keys for the loss line must come in here.
             return inner({**logs, **monitor.flush()} if "loss" in logs else logs, *args, **options)
 
-        trainer.log = log  # type: ignore[union-attr]
+        trainer.log = log
 
     def log(self, logs: dict[str, float], state: Any, control: Any, *, folder: Path, writes: bool) -> None:
         """Sends ``logs`` to the history and every tracker, without swallowing the loss line of the step."""
@@ -77,6 +101,12 @@ class TrainerLink:
                 self._writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, state.global_step)
             self._writer.flush()
 
+    def close(self) -> None:
+        """Closes the writer of our own events; the next run opens another."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
     @property
     def writer(self) -> Any:
         """The TensorBoard writer in use, or None."""
@@ -84,6 +114,22 @@ class TrainerLink:
             return self._writer
         found = (getattr(callback, "tb_writer", None) for callback in self.trainer.callback_handler.callbacks)
         return next((writer for writer in found if writer is not None), None)
+
+
+def foreign_checkpoints(args: Any) -> Finding | None:
+    """Returns a Finding where the Trainer would delete checkpoints that another run left in the output folder."""
+    found = sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*") if path.is_dir())
+    if not found or args.save_total_limit is None:
+        return None
+    return Finding(
+        "foreign-checkpoints",
+        "warning",
+        f"{len(found)} checkpoints of another run lie in {args.output_dir}, and save_total_limit="
+        f"{args.save_total_limit} lets the Trainer delete them",
+        count=len(found),
+        examples=tuple(found[:5]),
+        remedy="Move them away, or choose another output_dir",
+    )
 
 
 def precision_of(args: Any) -> Precision | None:
@@ -96,6 +142,9 @@ def precision_of(args: Any) -> Precision | None:
 def refuse_unfit_arguments(args: Any, names: Collection[str]) -> None:
     """Raises `SettingError` for training arguments that would turn one of our values (``names``) upside down."""
     wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
+    spelled = re.sub(r"_at_(\d+)$", r"@\1", wanted.lower())
+    if spelled != wanted and f"eval_{spelled}" in names:
+        raise SettingError(f"metric_for_best_model={wanted!r} is logged as {spelled!r}; write it so")
     if f"eval_{wanted}" not in names:
         return
     if args.greater_is_better is False:

@@ -37,6 +37,7 @@ def in_batch_metrics(
     >>> in_batch_metrics(torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
     {'acc': 0.5, 'mrr': 0.75, 'candidates': 2}
     """
+    scores = torch.as_tensor(scores)
     acc, mrr = _acc_mrr(scores, _positive_mask(scores, n_negs, positives), ties).tolist()
     return {"acc": acc, "mrr": mrr, "candidates": scores.shape[1]}
 
@@ -173,6 +174,7 @@ def _positive_mask(scores: Tensor, n_negs: int, positives: Tensor | None) -> Ten
     if scores.ndim != 2 or not scores.numel():
         raise DataError(f"scores must be [queries, candidates] and not empty, got {tuple(scores.shape)}")
     n, width = scores.shape
+    positives = None if positives is None else torch.as_tensor(positives)
     if positives is not None and positives.dtype == torch.bool:
         if positives.shape != scores.shape or not bool(positives.any(dim=1).all()):
             raise DataError(f"positives must be bool {tuple(scores.shape)} with a positive in every row")
@@ -183,7 +185,12 @@ def _positive_mask(scores: Tensor, n_negs: int, positives: Tensor | None) -> Ten
         columns, fits = torch.arange(n, device=scores.device) * (1 + n_negs), (n - 1) * (1 + n_negs) < width
     else:
         columns = positives.to(scores.device)
-        fits = columns.shape == (n,) and int(columns.min()) >= 0 and int(columns.max()) < width
+        fits = (
+            not columns.is_floating_point()
+            and columns.shape == (n,)
+            and int(columns.min()) >= 0
+            and int(columns.max()) < width
+        )
     if not fits:
         raise DataError(
             f"scores {tuple(scores.shape)} do not hold the positives: with n_negs={n_negs} there must be at least "

@@ -52,12 +52,12 @@ class Journal:
         return [line for line in self.lines if line.note != ABANDONED]
 
     def add(self, line: Evaluation, results: dict[str, Result]) -> None:
-        """Appends a line; a step that was evaluated before is replaced. ``results``: by golden set name."""
-        self.lines = [old for old in self.lines if old.step != line.step] + [line]
+        """Appends a line; a line of the same step and branch is replaced. ``results``: by golden set name."""
+        self.lines = [old for old in self.lines if old.step != line.step or old.note == ABANDONED] + [line]
         if not self.write:
             return
         for name, result in results.items():
-            result.save(self.folder / result_name(line.step, name if len(results) > 1 else None))
+            result.save(self.folder / result_name(f"step-{line.step}", name if len(results) > 1 else None))
         self._flush()
 
     def _flush(self) -> None:
@@ -66,11 +66,9 @@ class Journal:
             write_atomically(self.folder / FILE, text)
 
 
-def result_name(step: int, golden_name: str | None = None) -> str:
+def result_name(stem: str, golden_name: str | None = None) -> str:
     """Returns the file name of a stored result; with several golden sets it carries the name of the set."""
-    if golden_name is None:
-        return f"step-{step}.json"
-    return f"step-{step}.{quote(golden_name, safe='')}.json"
+    return f"{stem}.json" if golden_name is None else f"{stem}.{quote(golden_name, safe='')}.json"
 
 
 def move_aside(folder: Path) -> Path | None:

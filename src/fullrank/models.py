@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from fullrank._errors import DataError
+from fullrank.result import Finding
 
-__all__ = ["load_sentence_transformer", "model_fingerprint"]
+__all__ = ["bare_backbone", "load_sentence_transformer", "model_fingerprint"]
 
 SAMPLED_VALUES = 64
 
@@ -41,6 +42,21 @@ def load_sentence_transformer(source: str) -> Any:
             f"cannot load the model {source!r}: {first} Expected a folder written by save_pretrained, or a hub id "
             "that can be reached"
         ) from error
+
+
+def bare_backbone(source: str) -> list[Finding]:
+    """Returns a Finding where a folder holds a backbone and no pooling, for which mean pooling is then made up."""
+    path = Path(source).expanduser()
+    if not path.is_dir() or (path / "modules.json").is_file():
+        return []
+    return [
+        Finding(
+            "bare-backbone",
+            "warning",
+            f"{source} holds no modules.json: mean pooling was added, which the model may not have been trained for",
+            remedy="Save it as a SentenceTransformer with the pooling that it was trained with",
+        )
+    ]
 
 
 def model_fingerprint(model: object) -> str | None:

@@ -3,6 +3,7 @@
 Promise: what is chosen by is named in logs, journal and files exactly as the user named it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from fullrank._errors import SettingError
 from fullrank.data import GoldenSet
 from fullrank.metrics import Metric
 from fullrank.result import Result
+from fullrank.settings import parsed
 
 __all__ = ["Objective", "metrics_needed", "named_sets"]
 
@@ -38,21 +40,22 @@ class Objective:
         Raises:
             SettingError: unknown set or metric, a weight that is not positive.
         """
-        weights = {select: 1.0} if isinstance(select, str) else dict(select)
-        if not weights:
-            raise SettingError("select is empty; name a metric, for example select='recall@1'")
+        if not isinstance(select, str | Metric | Mapping) or not select:
+            raise SettingError(f"select={select!r} must name a metric, for example 'recall@1', or weights of several")
+        weights = dict(select) if isinstance(select, Mapping) else {str(select): 1.0}
         terms = []
         for name, weight in weights.items():
             set_name, _, metric = name.rpartition("/")
             if set_name and set_name not in set_names:
                 raise SettingError(f"select names the golden set {set_name!r}; there are {', '.join(set_names)}")
-            if not weight > 0:
-                raise SettingError(f"select gives {name!r} the weight {weight!r}; weights must be positive")
+            if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise SettingError(f"select gives {name!r} the weight {weight!r}; weights must be positive numbers")
             terms.append((set_name or set_names[0], Metric.parse(metric), float(weight)))
         if len(terms) > 1:
             return cls(tuple(terms), "objective")
-        set_name, parsed, _ = terms[0]
-        return cls(tuple(terms), str(parsed) if len(set_names) == 1 else f"{set_name}/{parsed}")
+        set_name, only, _ = terms[0]
+        label = str(only) if len(set_names) == 1 else f"{set_name}/{only}"
+        return cls(((set_name, only, 1.0),), label)  # a weight of its own would only change the number's name
 
     def value(self, results: Mapping[str, Result]) -> float:
         """Returns the weighted sum; ``results`` by golden set name."""
@@ -71,7 +74,7 @@ def named_sets(golden: GoldenSet | Sequence[GoldenSet]) -> dict[str, GoldenSet]:
     Raises:
         SettingError: none, or two of the same name.
     """
-    sets = [golden] if isinstance(golden, GoldenSet) else list(golden)
+    sets = [golden] if isinstance(golden, GoldenSet) else list(golden) if isinstance(golden, Sequence) else []
     if not sets or not all(isinstance(item, GoldenSet) for item in sets):
         raise SettingError("golden must be a GoldenSet or a list of them; load one with fullrank.load_golden(folder)")
     names = [item.name for item in sets]
@@ -84,8 +87,7 @@ def named_sets(golden: GoldenSet | Sequence[GoldenSet]) -> dict[str, GoldenSet]:
 
 def metrics_needed(metrics: Sequence[str | Metric], objective: Objective) -> list[Metric]:
     """Returns the metrics to compute: those asked for and those of the objective, each once."""
-    wanted = [Metric.parse(metric) for metric in metrics] + [metric for _, metric, _ in objective.terms]
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys([*parsed(metrics), *(metric for _, metric, _ in objective.terms)]))
 
 
 def log_names(values: Mapping[str, Mapping[str, float]], objective: Objective, score: float) -> dict[str, float]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fullrank._errors import DataError, first_few
+from fullrank._errors import DataError, SettingError, first_few
+from fullrank.data import checked_grade
 from fullrank.loaders import read_qrels, read_run
 from fullrank.metrics import Metric, RankCounts, TieRule, score_queries
 from fullrank.result import Hit, Result, summarise
@@ -54,6 +55,11 @@ def evaluate_run(
     wanted = parsed(metrics)
     scores = read_run(run) if isinstance(run, str | Path) else run
     judged = read_qrels(qrels) if isinstance(qrels, str | Path) else qrels
+    if not isinstance(scores, Mapping) or not isinstance(judged, Mapping):
+        raise DataError("run and qrels must be dicts of dicts {query id: {document id: number}}, or paths")
+    if list_length < 1:
+        raise SettingError(f"list_length={list_length} must be at least 1")
+    judged = {qid: _checked_grades(qid, grades) for qid, grades in judged.items()}
     query_ids = list(judged)
     if not query_ids:
         raise DataError("qrels are empty: no query is judged, so no metric can be computed")
@@ -64,6 +70,8 @@ def evaluate_run(
             f"none of the {len(query_ids)} judged queries is answerable (no grade of {relevant_from} or more), so no "
             "metric can be computed"
         )
+    if strangers := [qid for qid in scores if not isinstance(qid, str)]:
+        raise DataError(f"query ids of the run must be strings, as those of the qrels are: {first_few(strangers)}")
     values, kept = summarise(score_queries(wanted, counts, ties=ties), answerable)
     return Result(
         metrics=values,
@@ -89,8 +97,7 @@ def _counts(
     parts: list[tuple[np.ndarray, ...]] = []
     hits: dict[str, list[Hit]] = {}
     for place, qid in enumerate(query_ids):
-        listed = run.get(qid, {})
-        docs, scores = list(listed), np.fromiter(listed.values(), dtype=np.float64, count=len(listed))
+        docs, scores = _checked_list(qid, run.get(qid, {}))
         if not np.isfinite(scores).all():
             bad = [docs[i] for i in np.flatnonzero(~np.isfinite(scores))]
             raise DataError(f"the run has NaN or infinite scores for query {qid!r}: documents {first_few(bad)}")
@@ -104,6 +111,22 @@ def _counts(
         hits[qid] = _top(docs, scores, list_length, ties)
     query, better, tied, ahead, grade = (np.concatenate(column) for column in zip(*parts, strict=True))
     return RankCounts(len(query_ids), query.astype(np.int64), better, tied, ahead, grade, relevant_from), hits
+
+
+def _checked_grades(qid: object, grades: object) -> dict[str, float]:
+    if not isinstance(qid, str) or not isinstance(grades, Mapping) or not set(map(type, grades)) <= {str}:
+        raise DataError(f"qrels of query {qid!r} must be {{document id: grade}} with ids that are strings")
+    return {doc_id: checked_grade(grade, qid, doc_id) for doc_id, grade in grades.items()}
+
+
+def _checked_list(qid: str, listed: Mapping[str, float]) -> tuple[list[str], Scores]:
+    try:
+        docs, scores = list(listed), np.fromiter(listed.values(), dtype=np.float64, count=len(listed))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"the run of query {qid!r} must be {{document id: score}}: {error}") from error
+    if not set(map(type, docs)) <= {str}:
+        raise DataError(f"document ids in the run of query {qid!r} must be strings, as those of the qrels are")
+    return docs, scores
 
 
 def _stand(docs: list[str], scores: Scores, relevant: list[str], ties: TieRule) -> tuple[Scores, Scores, Scores]:

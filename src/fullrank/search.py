@@ -82,7 +82,9 @@ class Ranking:
 def exact_fp32(device_type: str) -> Iterator[None]:
     """Runs matrix products in true fp32 (no TF32, no bf16 passes, no autocast), and puts the settings back."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
+    # A value that equals the general one may be inherited: "none" puts the inheritance back with it.
+    general = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    before = ["none" if (own := backend.fp32_precision) == general else own for backend in backends]
     try:
         for backend in backends:
             backend.fp32_precision = "ieee"

@@ -87,6 +87,7 @@ class BestStore:
         Raises:
             OSError: the folder could not be written (no space, no permission); what was stored stays as it was.
         """
+        step, score = int(step), float(score)  # numpy and torch scalars too: the manifest is JSON
         if not self.wants(step, score):
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ class BestStore:
         kept = {s: entries[s] for s in steps_to_keep(_scores(entries), self.keep_best)}
         try:
             self._write(kept)  # from here on the new folder counts; until here the old ones did
-        except OSError:
+        except BaseException:
             shutil.rmtree(added.path, ignore_errors=True)
             raise
         dropped = [entry for entry in self._entries.values() if entry not in kept.values()]

@@ -61,12 +61,6 @@ class TextSide:
         return rows[torch.from_numpy(inverse.reshape(-1)).to(rows.device)]
 
     @property
-    def n_equal(self) -> int:
-        """Texts that stand more than once, all copies counted."""
-        counts = np.bincount(self.inverse)
-        return int(counts[counts > 1].sum())
-
-    @property
     def n_truncated(self) -> int | None:
         """Texts that the tokenizer cut, or None where the model tokenises itself."""
         return None if self.store is None else int(self.store.truncated[self.inverse].sum())

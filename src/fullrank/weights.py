@@ -4,6 +4,7 @@ Promise: after `load_weights(model, folder)` the model computes what it computed
 weights are read from safetensors only.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from torch import Tensor, nn
 
 from fullrank._errors import EvaluationError, SettingError
 from fullrank._optional import require
-from fullrank.encode import unwrap
 
-__all__ = ["load_probe", "load_weights", "refuse_shadowed_adapter", "save_probe", "save_weights"]
+__all__ = ["has_adapters", "load_probe", "load_weights", "refuse_shadowed_adapter", "save_probe", "save_weights"]
 
 EXTRA = "extra.safetensors"
 PROBE = "probe.safetensors"
@@ -26,8 +26,11 @@ _LOSS = "loss."
 
 def save_weights(
     model: nn.Module, folder: Path, *, save_model: Callable[[Path], object] | None = None, loss: object = None
-) -> None:
-    """Writes a loadable model folder: all weights, or for PEFT the adapter and what else trains beside it.
+) -> list[str]:
+    """Writes a loadable model folder, and returns the names of tensors that other loaders will not find in it.
+
+    All weights, or for PEFT the adapter; what else trains beside an adapter goes into ``extra.safetensors``, which
+    only `load_weights` reads.
 
     Args:
         model: the model in training.
@@ -37,15 +40,15 @@ def save_weights(
     """
     if save_model is not None:
         save_model(folder)
-    elif hasattr(unwrap(model), "save_pretrained"):
-        unwrap(model).save_pretrained(str(folder))
+    elif callable(save_pretrained := getattr(_outer(model), "save_pretrained", None)):
+        save_pretrained(str(folder))
     else:
-        save_file(_owned(unwrap(model).state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(_owned(_outer(model).state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
     extra = {_LOSS + name: value for name, value in _loss_parameters(loss, model).items()}
-    if _adapted(model):
-        extra |= _beside_adapters(model)
-    if extra:
-        save_file(_owned(extra), folder / EXTRA)
+    beside = _beside_adapters(model) if any(folder.rglob(ADAPTER)) else {}
+    if extra | beside:
+        save_file(_owned(extra | beside), folder / EXTRA)
+    return [name for name, value in beside.items() if value.requires_grad and "modules_to_save" not in name]
 
 
 def load_weights(model: nn.Module, folder: Path, *, loss: object = None) -> None:
@@ -54,16 +57,17 @@ def load_weights(model: nn.Module, folder: Path, *, loss: object = None) -> None
     Raises:
         EvaluationError: the folder does not hold all that the model needs.
     """
-    inner = unwrap(model)
     # A wrapper around an adapted backbone is saved as a whole state, without adapter files.
     if adapters := sorted(folder.rglob(ADAPTER)):
-        _load_adapters(_adapted(inner), adapters, folder)
+        _load_adapters(_adapted(model), adapters, folder)
     else:
-        _load_whole(inner, folder)
+        _load_whole(_outer(model), folder)
     if (folder / EXTRA).is_file():
         state = load_file(folder / EXTRA)
-        parameters = {_LOSS + name: value for name, value in _loss_parameters(loss, model).items()}
-        _copy(state, {**parameters, **_tensors(inner)}, folder)
+        live = {**{_LOSS + n: v for n, v in _loss_parameters(loss, model).items()}, **_tensors(_outer(model))}
+        if unknown := [name for name in state if name not in live]:
+            raise EvaluationError(f"{folder / EXTRA} does not fit the model: unknown {unknown[:3]}")
+        _copy(state, live)
 
 
 def refuse_shadowed_adapter(model: object) -> None:
@@ -72,7 +76,7 @@ def refuse_shadowed_adapter(model: object) -> None:
     ``model[0].auto_model = get_peft_model(...)`` registers a second child beside ``model``: the checkpoint that is
     written then loads wrong.
     """
-    for name, part in unwrap(model).named_modules() if isinstance(model, nn.Module) else ():
+    for name, part in _outer(model).named_modules() if isinstance(model, nn.Module) else ():
         children = dict(part.named_children())
         if "model" in children and "auto_model" in children:
             where = f"model[{name}]" if name.isdigit() else name or "model"
@@ -94,57 +98,105 @@ def load_probe(folder: Path) -> Tensor | None:
     return load_file(path)["embeddings"] if path.is_file() else None
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Returns whether a module, or one inside it, carries PEFT adapters."""
+    return bool(_adapted(model))
+
+
+def _outer(model: nn.Module) -> nn.Module:
+    """Returns the model inside DDP and ``torch.compile``, with a ``PeftModel`` around it left on."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
 def _adapted(model: nn.Module) -> list[nn.Module]:
-    """Returns the outermost modules that carry PEFT adapters."""
-    found: list[nn.Module] = []
-    inside: set[int] = set()
-    for part in unwrap(model).modules():
-        is_adapted = any(base.__name__ == "PeftModel" for base in type(part).__mro__) or (
-            bool(getattr(part, "_hf_peft_config_loaded", False)) and hasattr(part, "peft_config")
-        )
-        if is_adapted and id(part) not in inside:
-            found.append(part)
-            inside |= {id(child) for child in part.modules()}
-    # A SentenceTransformer forwards these attributes to its backbone: the innermost carrier is the one to load into.
+    """Returns the modules that carry PEFT adapters, the innermost carrier of each."""
+    found = [
+        part
+        for part in _outer(model).modules()
+        if any(base.__name__ == "PeftModel" for base in type(part).__mro__)
+        or (bool(getattr(part, "_hf_peft_config_loaded", False)) and hasattr(part, "peft_config"))
+    ]
+    # A SentenceTransformer forwards these attributes to its backbone, so that both look like carriers.
     return [part for part in found if not any(other in list(part.modules())[1:] for other in found)]
 
 
 def _load_adapters(adapted: list[nn.Module], paths: list[Path], folder: Path) -> None:
     peft = require("peft", extra="lora")
-    if len(paths) != len(adapted):
+    if len(adapted) == 1:
+        targets = [(adapted[0], path) for path in paths]  # several adapters on one module: one folder each
+    elif len(adapted) == len(paths):
+        targets = list(zip(adapted, paths, strict=True))
+    else:
         raise EvaluationError(f"{folder} holds {len(paths)} adapters for {len(adapted)} adapted modules")
-    for part, path in zip(adapted, paths, strict=True):
+    for part, path in targets:
         active: Any = part.active_adapters  # a property of PeftModel, a method of transformers models
-        name = (active() if callable(active) else active)[0]
+        known: Any = part.peft_config
+        name = path.parent.name if path.parent.name in known else (active() if callable(active) else active)[0]
         outcome = peft.set_peft_model_state_dict(part, load_file(path), adapter_name=name)
         if unexpected := getattr(outcome, "unexpected_keys", None):
             raise EvaluationError(f"{path} does not fit the adapter {name!r}: unexpected {unexpected[:3]}")
 
 
 def _load_whole(model: nn.Module, folder: Path) -> None:
+    """Copies a stored state into the live model; rebuilding it is the last resort, as a class may need arguments."""
+    live = _tensors(model)
+    state = _stored_modules(model, folder) if (folder / "modules.json").is_file() else _read_tensors(folder)
+    if _misfit(state, live) is not None:
+        state = _rebuilt(model, folder)
+    if (misfit := _misfit(state, live)) is not None:
+        raise EvaluationError(f"{folder} does not fit the model: {misfit}")
+    _copy(state, live)
+
+
+def _stored_modules(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Returns the state of a SentenceTransformer: each module's file, under the live names of that module."""
+    live = _tensors(model)
+    state: dict[str, Tensor] = {}
+    for entry in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
+        tensors = _read_tensors(folder / entry["path"])
+        prefixes = (f"{entry['name']}.", f"{entry['name']}.model.", f"{entry['name']}.auto_model.")
+        prefix = next((p for p in prefixes if all(p + name in live for name in tensors)), prefixes[0])
+        state |= {prefix + name: value for name, value in tensors.items()}
+    return state
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        state |= load_file(path)
+    return state
+
+
+def _rebuilt(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     kind: Any = type(model)
-    if hasattr(kind, "from_pretrained"):
-        state = kind.from_pretrained(str(folder)).state_dict()
-    elif (folder / "modules.json").is_file():
-        state = kind(str(folder), device="cpu", local_files_only=True).state_dict()
-    else:
-        state = {}
-        for path in sorted(folder.glob("model*.safetensors")):
-            state |= load_file(path)
-    _copy(state, _tensors(model), folder, complete=True)
+    try:
+        if hasattr(kind, "from_pretrained"):
+            fresh = kind.from_pretrained(str(folder))
+        else:
+            fresh = kind(str(folder), device="cpu", local_files_only=True)
+    except Exception as error:  # whatever a foreign constructor raises
+        raise EvaluationError(f"{folder} cannot be loaded as a {kind.__name__}: {error}") from error
+    return dict(fresh.state_dict())
 
 
-def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor], folder: Path, *, complete: bool = False) -> None:
-    unknown = [name for name in state if name not in tensors]
-    missing = [name for name in tensors if name not in state] if complete else []
-    # Tied weights are stored once, under one of their names.
-    stored = {tensors[name].data_ptr() for name in state if name in tensors}
-    missing = [name for name in missing if tensors[name].data_ptr() not in stored and tensors[name].numel()]
-    if unknown or missing:
-        raise EvaluationError(f"{folder} does not fit the model: unknown {unknown[:3]}, missing {missing[:3]}")
+def _misfit(state: dict[str, Tensor], live: dict[str, Tensor]) -> str | None:
+    """Returns what of a stored state does not fit the live tensors, or None. Tied weights are stored once."""
+    unknown = [name for name in state if name not in live]
+    stored = {live[name].data_ptr() for name in state if name in live}
+    missing = [n for n, value in live.items() if n not in state and value.numel() and value.data_ptr() not in stored]
+    return f"unknown {unknown[:3]}, missing {missing[:3]}" if unknown or missing else None
+
+
+def _copy(state: dict[str, Tensor], live: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in state.items():
-            tensors[name].copy_(value)
+            live[name].copy_(value)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -154,17 +206,17 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _beside_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Returns what training can change outside the adapters: trainable parameters and stored buffers."""
-    names = {name for name, value in unwrap(model).named_parameters() if value.requires_grad}
-    names |= {name for name, _ in unwrap(model).named_buffers()}
+    names = {name for name, value in _outer(model).named_parameters() if value.requires_grad}
+    names |= {name for name, _ in _outer(model).named_buffers()}
     return {
         name: value
-        for name, value in _tensors(unwrap(model)).items()
+        for name, value in _tensors(_outer(model)).items()
         if name in names and not any(part.startswith(("lora_", "ia3_", "hada_")) for part in name.split("."))
     }
 
 
 def _loss_parameters(loss: object, model: nn.Module) -> dict[str, Tensor]:
-    known = {id(value) for value in unwrap(model).parameters()}
+    known = {id(value) for value in _outer(model).parameters()}
     return {
         name: value
         for prefix, module in _losses(loss)

@@ -1,0 +1,100 @@
+"""Score and weights belong together: stores the weights that were scored, and proves it when it puts them back.
+
+Promise: a stored step carries its result and what the model made of some probe texts; weights that give other
+embeddings are refused, and what could not be put back shows at step 0, before anything is spent.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fullrank._errors import EvaluationError
+from fullrank.encode import Precision
+from fullrank.evaluate import EvaluationPlan
+from fullrank.hooks import TrainerLink
+from fullrank.isolate import undisturbed
+from fullrank.journal import result_name
+from fullrank.result import Result
+from fullrank.store import BestStore, Stored
+from fullrank.weights import load_probe, load_weights, save_probe, save_weights
+
+__all__ = ["Keeper"]
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOLERANCE, HALF_PROBE_TOLERANCE = 1e-5, 1e-2
+"""Largest difference between embeddings of the stored folder and those seen at its step, in fp32 and in half precision:
+what another processor's rounding may do. On the same one they are equal."""
+
+
+class Keeper:
+    """Keeps the best steps of a model in training.
+
+    Args:
+        store: where.
+        model: in training.
+        plan: encodes the probe texts, as it encodes the golden set that chooses.
+        link: the trainer, which writes the model as it would itself.
+        precision: of encoding.
+    """
+
+    def __init__(
+        self, store: BestStore, model: nn.Module, plan: EvaluationPlan, link: TrainerLink, precision: Precision | None
+    ) -> None:
+        self.store, self.model, self.plan, self.link, self.precision = store, model, plan, link, precision
+
+    def keep(self, step: int, score: float, results: dict[str, Result]) -> bool:
+        """Stores the weights if they are among the best; returns whether they are the new best."""
+        if not self.store.wants(step, score):
+            return False
+        try:
+            is_best = self.store.offer(step, score, lambda folder: self._save(folder, results, first=step == 0))
+            if step == 0 and self.store.best is not None:
+                self.restore(self.store.best)
+            return is_best
+        except Exception as error:  # no space is an OSError or a SafetensorError, and training must not die of it
+            if step == 0:
+                raise
+            logger.error("the weights of step %d could not be stored (%s); the best so far stays", step, error)
+            return False
+
+    def restore(self, best: Stored) -> None:
+        """Puts stored weights into the model.
+
+        Raises:
+            EvaluationError: they are not those that were scored.
+        """
+        load_weights(self.model, best.path, loss=self.link.loss)
+        seen = load_probe(best.path)
+        if seen is None:
+            logger.warning("%s holds no probe embeddings; its weights cannot be verified", best.path)
+            return
+        now = self._probe()
+        scale = max(1.0, float(seen.norm(dim=1).max()))
+        off = float((now - seen).abs().max()) / scale if now.shape == seen.shape else float("inf")
+        half = self.precision in ("bf16", "fp16") or any(p.element_size() < 4 for p in self.model.parameters())
+        tolerance = HALF_PROBE_TOLERANCE if half else PROBE_TOLERANCE
+        if not off <= tolerance:
+            raise EvaluationError(
+                f"the weights in {best.path} are not those that scored {best.score:.4f} at step {best.step}: probe "
+                f"embeddings differ by {off:.2g} (at most {tolerance:g} is rounding). Do not use this folder"
+            )
+
+    def _save(self, folder: Path, results: dict[str, Result], *, first: bool) -> None:
+        beside = save_weights(self.model, folder, save_model=self.link.save_model, loss=self.link.loss)
+        save_probe(self._probe(), folder)
+        for name, result in results.items():
+            result.save(folder / result_name("result", name))
+        if beside and first:
+            logger.warning(
+                "%d tensors train beside the adapter (%s, ...): the stored folders hold them in extra.safetensors, "
+                "which fullrank.weights.load_weights reads and other loaders do not",
+                len(beside),
+                beside[0],
+            )
+
+    def _probe(self) -> torch.Tensor:
+        with undisturbed(self.model):
+            return self.plan.probe(precision=self.precision)
