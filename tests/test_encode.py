@@ -3,6 +3,7 @@
 import logging
 import random
 import types
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -624,3 +625,35 @@ def test_precision_is_an_autocast_of_the_body(precision, dtype):
         assert torch.is_autocast_enabled("cpu")
     with pytest.raises(SettingError, match="precision='int8' is unknown"), at_precision("int8", torch.device("cpu")):
         pass
+
+
+def test_a_length_limit_of_the_processor_is_kept(tiny_bert_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    limited = Transformer(str(tiny_bert_path), processing_kwargs={"text": {"max_length": 12}})
+    model = SentenceTransformer(modules=[limited, Pooling(32)], device="cpu")
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(["bal", "din", "gos", "fat", "hir"], k=40)) for _ in range(3)]
+    wanted = model.encode(texts, convert_to_tensor=True)
+    assert (as_encoder(model).encode_documents(texts) - wanted).abs().max() < 1e-5
+
+
+def test_an_encoder_puts_its_own_prompts_in_front():
+    class Own:
+        similarity = "cosine"
+        prompts: ClassVar = {"query": "query: "}
+
+        def __init__(self):
+            self.seen = []
+
+        def encode_queries(self, texts):
+            self.seen += texts
+            return torch.ones(len(texts), 2)
+
+        encode_documents = encode_queries
+
+    own = Own()
+    as_encoder(own).encode_queries(["cat"])
+    as_encoder(own, query_prompt="q: ").encode_queries(["cat"])
+    assert own.seen == ["cat", "q: cat"]

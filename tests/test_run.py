@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import pytrec_eval
 
-from fullrank import GoldenSet, compare, evaluate_embeddings, evaluate_run
+from fullrank import GoldenSet, Result, compare, evaluate_embeddings, evaluate_run
 from fullrank._errors import DataError, SettingError
 
 TREC = {
@@ -311,3 +311,34 @@ def test_cases(case, ties):
     run, grades, level, expected = CASES[case]
     result = evaluate_run(run, {"q": grades}, metrics=list(expected), ties=ties, relevant_from=level)
     assert result.metrics == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("run", "qrels", "message"),
+    [
+        ({1: {"a": 1.0}}, {"1": {"a": 1}}, "query ids of the run must be strings"),
+        ({"q": {1: 1.0}}, {"q": {"1": 1}}, "document ids in the run of query 'q' must be strings"),
+        ({"q": {"a": 1.0}}, {1: {"a": 1}}, "ids that are strings"),
+        ({"q": {"a": 1.0}}, {"q": {"a": math.inf}}, "grade of query 'q', document 'a' must be a finite number"),
+        ({"q": {"a": 1.0}}, {"q": {"a": "1"}}, "must be a finite number"),
+        ({"q": {"a": "high"}}, {"q": {"a": 1}}, "the run of query 'q' must be"),
+        ({"q": ["a"]}, {"q": {"a": 1}}, "the run of query 'q' must be"),
+        ([("q", "a")], {"q": {"a": 1}}, "run and qrels must be dicts of dicts"),
+    ],
+)
+def test_runs_and_judgements_of_other_types_are_one_clear_error(run, qrels, message):
+    with pytest.raises(DataError, match=message):
+        evaluate_run(run, qrels)
+
+
+def test_runs_against_other_judgements_are_not_compared():
+    run = {"q1": {"a": 1.0, "b": 0.5}, "q2": {"a": 1.0, "b": 0.5}}
+    first = evaluate_run(run, {"q1": {"a": 1}, "q2": {"a": 1}})
+    second = evaluate_run(run, {"q1": {"b": 1}, "q2": {"b": 1}})
+    with pytest.raises(DataError, match="differ in judgements"):
+        compare(first, second, "recall@1")
+
+
+def test_numpy_grades_can_be_stored(tmp_path):
+    result = evaluate_run({"q": {"a": 1.0}}, {"q": {"a": np.int64(2), "b": np.float32(1)}})
+    assert Result.load(result.save(tmp_path / "r.json")) == result

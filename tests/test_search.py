@@ -516,3 +516,16 @@ def test_rank_puts_the_settings_back_when_a_block_fails():
     with pytest.raises(MemoryError):
         rank(q, TargetPairs(none, none), Vectors(q.rows[:0], q.scale[:0], q.bad[:0]), blocks(), similarity="dot", k=1)
     assert precision_settings() == outside
+
+
+def test_precision_settings_that_were_inherited_stay_inherited():
+    general = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with exact_fp32("cpu"):
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = general

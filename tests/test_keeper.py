@@ -1,0 +1,366 @@
+"""Score and weights belong together on the less usual routes: what an independent review broke, held."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from fullrank import Backbone, GoldenSet, RetrievalCallback, evaluate
+from fullrank._errors import DataError, SettingError
+
+peft = pytest.importorskip("peft")
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["query", "value"]}
+
+
+@pytest.fixture
+def pairs(tiny_golden):
+    documents = tiny_golden.doc_texts[:24]
+    return {"anchor": [" ".join(d.split()[:4]) for d in documents], "positive": documents}
+
+
+def make_trainer(model, pairs, out, *, callbacks=None, **options):
+    defaults = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+    }
+    return SentenceTransformerTrainer(
+        model=model,
+        args=SentenceTransformerTrainingArguments(output_dir=str(out), **{**defaults, **options}),
+        train_dataset=Dataset.from_dict(pairs),
+        loss=MultipleNegativesRankingLoss(model if isinstance(model, SentenceTransformer) else model.base_model.model),
+        callbacks=callbacks,
+    )
+
+
+class Peak(TrainerCallback):
+    """Makes one step the best, whatever the model does: what is kept must be that step's weights."""
+
+    def __init__(self, callback, step):
+        self.callback, self.step, self.state = callback, step, {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        for plan in self.callback._plans.values():
+            real = plan.run
+
+            def run(*, real=real, **options):
+                result = real(**options)
+                result.metrics["recall@1"] = 0.9 if self.callback._last_step == self.step else 0.1
+                return result
+
+            plan.run = run
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            self.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def run_to_peak(trainer, golden, *, step=2, **options):
+    callback = RetrievalCallback(golden, every=2, **options).attach(trainer)
+    peak = Peak(callback, step)
+    trainer.callback_handler.callbacks.insert(1, peak)
+    trainer.train()
+    assert callback.best.step == step
+    live = trainer.model.state_dict()
+    assert all(torch.equal(live[name], value) for name, value in peak.state.items())
+    return callback
+
+
+class Named(SentenceTransformer):
+    """A subclass whose constructor takes other arguments than its parent's."""
+
+    def __init__(self, modules):
+        super().__init__(modules=list(modules), device="cpu")
+
+
+class Scale(nn.Module):
+    """A module of the user's own, which nothing but this file can import."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, features):
+        features["sentence_embedding"] = features["sentence_embedding"] * self.weight
+        return features
+
+    def save(self, path, **options):
+        from safetensors.torch import save_file
+
+        save_file({"weight": self.weight.detach().clone()}, f"{path}/model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["subclass", "own module", "dense"])
+def test_models_that_cannot_be_rebuilt_from_their_folder_are_restored(tiny_st, tiny_golden, pairs, tmp_path, kind):
+    from sentence_transformers.sentence_transformer.modules import Dense
+
+    if kind == "subclass":
+        model = Named(tiny_st().children())
+    else:
+        torch.manual_seed(0)
+        model = tiny_st(extra=[Scale() if kind == "own module" else Dense(32, 16)])
+    run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
+
+
+def test_peft_around_the_whole_model_is_restored(tiny_st, tiny_golden, pairs, tmp_path):
+    model = peft.get_peft_model(tiny_st(), peft.LoraConfig(**LORA))
+    trainer = make_trainer(tiny_st(), pairs, tmp_path)
+    trainer.model = trainer.model_wrapped = model
+    trainer.callback_handler.model = model
+    trainer.loss = MultipleNegativesRankingLoss(model.base_model.model)
+    callback = run_to_peak(trainer, tiny_golden, encoder=model)
+    assert (callback.best.path / "adapter_model.safetensors").is_file()
+
+
+def test_two_adapters_on_one_module_are_restored(tiny_st, tiny_golden, pairs, tmp_path):
+    model = tiny_st()
+    model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
+    model[0].model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["key"]))
+    run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
+
+
+def test_tensors_beside_an_adapter_are_restored_and_the_folder_says_so(tiny_st, tiny_golden, pairs, tmp_path, caplog):
+    model = tiny_st()
+    model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
+    for name, parameter in model.named_parameters():
+        if "LayerNorm" in name:
+            parameter.requires_grad_(True)
+    run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
+    assert "train beside the adapter" in caplog.text
+
+
+def test_a_pretrained_model_with_a_constructor_of_its_own(tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path):
+    class Bi(PreTrainedModel):
+        config_class = type(tiny_bert.config)
+        _supports_sdpa = True
+
+        def __init__(self, config, backbone):
+            super().__init__(config)
+            self.backbone = backbone
+
+        def forward(self, input_ids, attention_mask, labels=None):
+            rows = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
+            rows = nn.functional.normalize(rows, dim=1)
+            return {"loss": nn.functional.cross_entropy(20 * rows @ rows.flip(0).T, labels)}
+
+    model = Bi(tiny_bert.config, tiny_bert)
+    texts = tiny_tokenizer(pairs["positive"], padding=True, truncation=True, max_length=16)
+    rows = [{**{k: texts[k][i] for k in ("input_ids", "attention_mask")}, "labels": i % 8} for i in range(24)]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=6,
+            learning_rate=1e-2,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=rows,
+        processing_class=tiny_tokenizer,
+    )
+    run_to_peak(trainer, tiny_golden, encoder=Backbone(model.backbone, tiny_tokenizer))
+
+
+@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
+def test_lora_resumes_and_equals_an_uninterrupted_run(tiny_st, tiny_golden, pairs, tmp_path, route):
+    class Crash(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    def adapted():
+        torch.manual_seed(5)
+        model = tiny_st()
+        if route == "add_adapter":
+            model.add_adapter(peft.LoraConfig(**LORA))
+        else:
+            model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
+        return model
+
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    whole = make_trainer(adapted(), pairs, tmp_path / "whole", **options)
+    expected = RetrievalCallback(tiny_golden, every=2).attach(whole)
+    whole.train()
+    broken = make_trainer(adapted(), pairs, tmp_path / "parts", callbacks=[Crash()], **options)
+    RetrievalCallback(tiny_golden, every=2).attach(broken)
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    again = make_trainer(adapted(), pairs, tmp_path / "parts", **options)
+    callback = RetrievalCallback(tiny_golden, every=2).attach(again)
+    again.train(resume_from_checkpoint=True)
+    assert [(h.step, h.score) for h in callback.history] == [(h.step, h.score) for h in expected.history]
+    assert callback.best.step == expected.best.step
+    ours, theirs = again.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_best_result_is_that_of_the_stored_weights_though_the_step_was_trained_again(
+    tiny_st, tiny_golden, pairs, tmp_path
+):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, **options)
+    callback = RetrievalCallback(tiny_golden, every=6).attach(trainer)
+    trainer.callback_handler.callbacks.insert(1, Peak(callback, 6))
+    trainer.train()
+    stored = callback.best_result
+    other = {"anchor": pairs["anchor"][::-1], "positive": pairs["positive"]}
+    trainer = make_trainer(tiny_st(), other, tmp_path, **options)
+    callback = RetrievalCallback(tiny_golden, every=6).attach(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert (callback.best.step, callback.best.score) == (6, 0.9)
+    assert callback.best_result == stored
+    assert [line.note for line in callback.history if line.step == 6] == ["abandoned branch", None]
+    assert callback.comparison.delta == pytest.approx(
+        sum(stored.per_query["recall@1"] - callback.base_result.per_query["recall@1"]) / stored.counts["n_scored"]
+    )
+
+
+def test_an_encoder_of_the_users_own_runs_in_eval_mode_and_leaves_the_mode_alone(tiny_st, tiny_golden, pairs, tmp_path):
+    model = tiny_st()
+    seen = []
+
+    class Own:
+        similarity = "cosine"
+
+        def encode_queries(self, texts):
+            seen.append(model.training)
+            return model(model.preprocess(texts))["sentence_embedding"]
+
+        encode_documents = encode_queries
+
+    modes = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            modes.append(model[0].model.encoder.training)
+
+    trainer = make_trainer(model, pairs, tmp_path)
+    RetrievalCallback(tiny_golden, every=1, encoder=Own()).attach(trainer)
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert not any(seen)
+    assert all(modes)
+
+
+def test_other_data_on_resume_is_refused_before_training(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, save_strategy="steps", save_steps=2)
+    RetrievalCallback(tiny_golden, every=2).attach(trainer)
+    trainer.train()
+    more = GoldenSet(tiny_golden.queries, {**tiny_golden.corpus, "new": "bal"}, tiny_golden.qrels, name="tiny")
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, save_strategy="steps", save_steps=2, max_steps=8)
+    RetrievalCallback(more, every=2).attach(trainer)
+    with pytest.raises(DataError, match="is not the one that this run began with"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_two_callbacks_on_one_trainer_are_refused(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path)
+    RetrievalCallback(tiny_golden).attach(trainer)
+    with pytest.raises(SettingError, match="has a RetrievalCallback already"):
+        RetrievalCallback(tiny_golden).attach(trainer)
+
+
+def test_training_twice_through_callbacks(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, callbacks=[RetrievalCallback(tiny_golden, every=3)])
+    trainer.train()
+    trainer.train()
+    assert len(list(tmp_path.rglob("events.out.tfevents.*"))) == 2
+
+
+def test_after_training_the_trainers_own_evaluation_gets_no_stale_value(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, metric_for_best_model="ndcg@10", eval_strategy="no")
+    trainer.eval_dataset = Dataset.from_dict(pairs)
+    RetrievalCallback(tiny_golden, every=3).attach(trainer)
+    trainer.train()
+    assert "eval_ndcg@10" not in trainer.evaluate(Dataset.from_dict(pairs))
+
+
+def test_a_metric_name_that_is_spelled_otherwise_is_refused_with_the_right_one(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, metric_for_best_model="recall_at_1")
+    RetrievalCallback(tiny_golden).attach(trainer)
+    with pytest.raises(SettingError, match="is logged as 'recall@1'"):
+        trainer.train()
+
+
+def test_foreign_checkpoints_beside_a_limit_are_announced(tiny_st, tiny_golden, pairs, tmp_path, caplog):
+    (tmp_path / "checkpoint-500").mkdir(parents=True)
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, save_total_limit=1)
+    RetrievalCallback(tiny_golden, every=6).attach(trainer)
+    trainer.train()
+    assert "1 checkpoints of another run" in caplog.text
+
+
+def test_static_embeddings_can_be_evaluated_and_stored(tiny_tokenizer, tiny_golden, tmp_path):
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    torch.manual_seed(0)
+    model = SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer, embedding_dim=16)], device="cpu")
+    result = evaluate(model, tiny_golden)
+    assert json.loads(result.save(tmp_path / "r.json").read_text())["provenance"]["max_length"] is None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_score_is_that_of_the_stored_folder_also_in_bf16_training(tiny_st, tiny_golden, pairs, tmp_path, dtype):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, bf16=dtype == "bf16")
+    callback = RetrievalCallback(tiny_golden, every=2, keep_best=4).attach(trainer)
+    trainer.train()
+    for stored in callback._store.stored:
+        fresh = SentenceTransformer(str(stored.path), device="cpu")
+        again = evaluate(fresh, tiny_golden, precision="bf16" if dtype == "bf16" else None)
+        line = next(line for line in callback.history if line.step == stored.step)
+        assert again.metrics == line.metrics
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"patience": "3"},
+        {"patience": 1.5},
+        {"keep_best": "2"},
+        {"keep_best": None},
+        {"select": None},
+        {"select": ["recall@1"]},
+        {"select": {"recall@1": float("inf")}},
+        {"select": {"recall@1": "x"}},
+        {"ties": "foo"},
+        {"precision": "foo"},
+        {"encoder": 3},
+        {"min_delta": -1},
+        {"min_delta": float("nan")},
+        {"batch_tokens": -5},
+        {"metrics": []},
+        {"metrics": "recall@1"},
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_one_clear_error(tiny_golden, options):
+    with pytest.raises(SettingError):
+        RetrievalCallback(tiny_golden, **options)
+
+
+@pytest.mark.parametrize("golden", [None, {}, [], "folder", [1]])
+def test_what_is_no_golden_set_is_refused(golden, tiny_st):
+    with pytest.raises(SettingError, match="golden must be a GoldenSet"):
+        RetrievalCallback(golden)
+    with pytest.raises(DataError, match="golden must be a GoldenSet"):
+        evaluate(tiny_st(), golden)
+
+
+def test_a_single_weight_does_not_change_the_number(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, max_steps=1)
+    callback = RetrievalCallback(tiny_golden, select={"recall@5": 2.0}).attach(trainer)
+    trainer.train()
+    assert all(line.score == line.metrics["recall@5"] for line in callback.history)
