@@ -33,6 +33,8 @@ ABOVE_TORCH = [
 ]
 BELOW_TORCH = [
     "models",
+    "scores",
+    "toplists",
     "search",
     "isolate",
     "tokens",

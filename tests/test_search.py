@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullrank import search
+from fullrank import scores, search
 from fullrank._errors import EvaluationError, SettingError
 from fullrank.search import TargetPairs, Vectors, canonical_scores, exact_fp32, prepare, rank
 
@@ -186,7 +186,7 @@ def test_the_short_cuts_for_many_undecided_pairs_change_nothing(kind, monkeypatc
         for dense, pair_bytes, slack in ((0.0, 1, 0), (2.0, 1, 1), (0.0, 1 << 20, 16), (2.0, 4_000, 0)):
             with monkeypatch.context() as patch:
                 patch.setattr(search, "DENSE_SHARE", dense)
-                patch.setattr(search, "PAIR_BYTES", pair_bytes)
+                patch.setattr(scores, "PAIR_BYTES", pair_bytes)
                 patch.setattr(search, "TOP_SLACK", slack)
                 assert_same(search_for(queries, documents, pairs, similarity=similarity, k=5, sizes=30), expected)
 
@@ -529,3 +529,36 @@ def test_precision_settings_that_were_inherited_stay_inherited():
         assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
     finally:
         torch.backends.fp32_precision = general
+
+
+def test_lists_that_are_not_full_meet_padding_and_their_own_text():
+    """A query whose own text is left out has a list one shorter than the others, and -inf reaches its floor."""
+    torch.manual_seed(3)
+    queries, documents = torch.randn(9, 8), torch.randn(70, 8)
+    q, d = prepare(queries, "cosine"), prepare(documents, "cosine")
+    exclude = torch.full((9,), -1)
+    exclude[4] = 2
+    blocks = [(torch.arange(i, i + 5), d[i : i + 5]) for i in range(0, 70, 5)]
+    pairs = TargetPairs(torch.arange(9), torch.arange(9) + 20)
+    found = rank(q, pairs, d[pairs.doc], blocks, similarity="cosine", k=5, exclude=exclude)
+    table = torch.stack([canonical_scores(row.expand(70, -1), d.rows, "cosine") for row in q.rows])
+    table[4, 2] = -torch.inf
+    expected = table.sort(dim=1, descending=True, stable=True).indices[:, :5]
+    assert torch.equal(found.top_docs, expected)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "euclidean"])
+def test_short_documents_after_long_ones(similarity):
+    """The floor of a list may stand on a document a million times longer than those of the block at hand."""
+    torch.manual_seed(4)
+    long, short = 1e3 * torch.randn(6, 16), 1e-3 * torch.randn(200, 16)
+    queries, documents = torch.randn(7, 16), torch.cat([-long.abs(), short])
+    queries = queries.abs()
+    q, d = prepare(queries, similarity), prepare(documents, similarity)
+    pairs = TargetPairs(torch.arange(7), torch.arange(7) + 50)
+    blocks = [(torch.arange(i, min(i + 40, 206)), d[i : i + 40]) for i in range(0, 206, 40)]
+    found = rank(q, pairs, d[pairs.doc], blocks, similarity=similarity, k=4)
+    table = torch.stack([canonical_scores(row.expand(206, -1), d.rows, similarity) for row in q.rows])
+    assert torch.equal(found.top_docs, table.sort(dim=1, descending=True, stable=True).indices[:, :4])
+    goal = table[pairs.query, pairs.doc][:, None]
+    assert torch.equal(found.better, (table > goal).sum(dim=1))

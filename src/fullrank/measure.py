@@ -145,7 +145,7 @@ def measure(
     tally = _Tally()
     ranked = None
     if len(usable):
-        ranked = _rank(golden, settings, _take(queries, usable), usable.cpu().numpy(), documents, clock, tally)
+        ranked = _rank(golden, settings, queries[usable], usable.cpu().numpy(), documents, clock, tally)
     with clock("metrics"):
         return _result(golden, settings, ranked, usable.cpu().numpy(), tally, clock, provenance)
 
@@ -181,7 +181,7 @@ def _rank(
     ranked = rank(
         queries,
         TargetPairs(torch.from_numpy(target_query).to(device), torch.from_numpy(target_doc).to(device)),
-        _take(rows, torch.from_numpy(np.searchsorted(first, target_doc)).to(device)),
+        rows[torch.from_numpy(np.searchsorted(first, target_doc)).to(device)],
         blocks(),
         similarity=settings.similarity,
         k=min(settings.k, len(golden.corpus)),
@@ -342,7 +342,3 @@ def _collapse_finding(tie_rate: float) -> Finding:
         f"the embeddings have collapsed: nearly all documents score alike (tie rate {tie_rate:.2f})",
         remedy="Scores are those of chance. Lower the learning rate or raise the temperature, and look at the loss",
     )
-
-
-def _take(vectors: Vectors, index: Tensor) -> Vectors:
-    return Vectors(vectors.rows[index], vectors.scale[index], vectors.bad[index])

@@ -3,50 +3,38 @@
 Promise: `better`, `tied` and `ahead` of every target are those of the whole corpus, whatever the block size, thread
 count or processor. A matrix product cannot promise that: the same pair scores differently in blocks of another shape.
 So the fp32 product only screens, and pairs within `MARGIN` of a target (or of the k-th best) are decided by the
-canonical score, for target and competitor alike: the products of the fp32 vectors in float64 (exact), summed in one
-fixed order, rounded to float32.
+canonical score, for target and competitor alike.
 
 Shapes: q queries, n documents of a block, d dimensions, m targets (a target is a judged document of a query).
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from fullrank._errors import EvaluationError, SettingError
+from fullrank._errors import EvaluationError
+from fullrank.scores import Similarity, Vectors, canonical_scores, chunks, exact_fp32, prepare
+from fullrank.toplists import TopLists, by_row
 
 __all__ = ["Ranking", "Similarity", "TargetPairs", "Vectors", "canonical_scores", "exact_fp32", "prepare", "rank"]
-
-Similarity = Literal["cosine", "dot", "euclidean"]
 
 MARGIN = 1e-5
 """Pairs whose fp32 scores differ by less than this share of |q||d| are decided by the canonical score."""
 QUERY_TILE = 256
 DOCUMENT_TILE = 4_096
+GROUP = 64
+"""Documents whose highest score stands for them: where it passes no target and no list, none of them is looked at."""
 TOP_SLACK = 16
-PAIR_BYTES = 32 << 20
-"""Memory that one batch of canonical scores may take."""
 DENSE_SHARE = 0.02
 """Share of undecided pairs in a tile above which a float64 product is cheaper than summing each pair in order."""
+SPARSE_SHARE = 0.25
+"""Share of groups that may pass before `torch.topk` over whole rows is cheaper than looking at the groups."""
 
-
-@dataclass(frozen=True)
-class Vectors:
-    """Embeddings made ready for a similarity.
-
-    Attributes:
-        rows: float32 [n, d]; unit length under cosine; zero where the embedding was unusable.
-        scale: float32 [n], length of each row.
-        bad: bool [n], rows that hold NaN or infinity (or only zeros, under cosine) and never rank.
-    """
-
-    rows: Tensor
-    scale: Tensor
-    bad: Tensor
+MAX_WAITING = 1 << 20
+"""Candidates of a query tile that may wait: a collapsed model makes every document one."""
 
 
 @dataclass(frozen=True)
@@ -76,61 +64,6 @@ class Ranking:
     top_docs: Tensor
     n_documents: int
     n_near: int
-
-
-@contextmanager
-def exact_fp32(device_type: str) -> Iterator[None]:
-    """Runs matrix products in true fp32 (no TF32, no bf16 passes, no autocast), and puts the settings back."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    # A value that equals the general one may be inherited: "none" puts the inheritance back with it.
-    general = torch.backends.fp32_precision  # type: ignore[attr-defined]
-    before = ["none" if (own := backend.fp32_precision) == general else own for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        with torch.autocast(device_type, enabled=False), torch.no_grad():
-            yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
-
-
-def prepare(embeddings: Tensor, similarity: Similarity) -> Vectors:
-    """Returns ``embeddings`` ([n, d], any float dtype) ready for ranking.
-
-    Lengths are summed in the canonical order too, so that a row's unit vector does not depend on its neighbours.
-    """
-    if similarity not in get_args(Similarity):
-        raise SettingError(f"similarity={similarity!r} is unknown; choose one of {', '.join(get_args(Similarity))}")
-    if embeddings.ndim != 2:
-        raise EvaluationError(f"embeddings must have the shape [n, d], got {tuple(embeddings.shape)}")
-    rows = embeddings.detach().to(torch.float32)
-    scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    for part in _chunks(len(rows), rows.shape[1]):
-        wide = rows[part].to(torch.float64)
-        length = _tree_sum(wide * wide).sqrt()
-        if similarity == "cosine":
-            out[part] = (wide / length[:, None]).to(torch.float32)
-            scale[part] = torch.where(length == 0, torch.nan, length / length).to(torch.float32)
-        else:
-            out[part] = rows[part]
-            scale[part] = length.to(torch.float32)
-    bad = ~torch.isfinite(scale)
-    out[bad] = 0.0
-    scale[bad] = 0.0
-    return Vectors(out, scale, bad)
-
-
-def canonical_scores(queries: Tensor, documents: Tensor, similarity: Similarity) -> Tensor:
-    """Returns float32 [m]: the score of each row of ``queries`` ([m, d] fp32) with the same row of ``documents``.
-
-    Every step is elementwise IEEE arithmetic in a fixed order, so the result is the same on every processor.
-    """
-    q, d = queries.to(torch.float64), documents.to(torch.float64)
-    if similarity == "euclidean":
-        return -_tree_sum((q - d) ** 2).sqrt().to(torch.float32)
-    return _tree_sum(q * d).to(torch.float32)
 
 
 def rank(
@@ -186,14 +119,18 @@ class _Pass:
         self.queries, self.targets, self.similarity, self.k = queries, targets, similarity, k
         self.id_order, self.exclude = id_order, exclude
         self.goal = torch.empty(m, dtype=torch.float32, device=device)
-        for part in _chunks(m, queries.rows.shape[1]):
+        for part in chunks(m, queries.rows.shape[1]):
             self.goal[part] = canonical_scores(queries.rows[targets.query[part]], target_vectors.rows[part], similarity)
         self.goal[target_vectors.bad] = -torch.inf
         self.better = torch.zeros(m, dtype=torch.int64, device=device)
         self.tied = torch.zeros_like(self.better)
         self.ahead = torch.zeros_like(self.better)
-        self.top_scores = torch.full((q, k), -torch.inf, dtype=torch.float32, device=device)
-        self.top_docs = torch.full((q, k), -1, dtype=torch.int64, device=device)
+        self.lists = TopLists(q, k, device)
+        # The k best screened scores so far: what a document must reach. Candidates wait for the end of their block, by
+        # when most have been overtaken and need no canonical score.
+        self.screen = torch.full((q, k), -torch.inf, dtype=torch.float32, device=device)
+        self.longest = torch.zeros((), dtype=torch.float32, device=device)
+        self.waiting: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self.n_documents = self.n_near = 0
         # Targets of a tile of queries are a slice, because the pairs are ordered by query.
         self.starts = torch.searchsorted(targets.query, torch.arange(q + 1, device=device)).tolist()
@@ -203,30 +140,38 @@ class _Pass:
         self.n_documents += len(positions)
         for d0 in range(0, len(positions), DOCUMENT_TILE):
             docs = slice(d0, d0 + DOCUMENT_TILE)
-            tile = Vectors(block.rows[docs], block.scale[docs], block.bad[docs])
+            tile = block[docs]
+            has_bad = bool(tile.bad.any())
             for q0 in range(0, len(self.queries.rows), QUERY_TILE):
                 q1 = min(q0 + QUERY_TILE, len(self.queries.rows))
-                self._tile(q0, q1, positions[docs], tile)
+                self._tile(q0, q1, d0, positions[docs], tile, has_bad)
+                if sum(len(query) for query, _, _ in self.waiting.get(q0, ())) > MAX_WAITING:
+                    self._settle(q0, positions, block)
+        for q0 in list(self.waiting):
+            self._settle(q0, positions, block)
 
-    def _tile(self, q0: int, q1: int, positions: Tensor, tile: Vectors) -> None:
+    def _tile(self, q0: int, q1: int, d0: int, positions: Tensor, tile: Vectors, has_bad: bool) -> None:
         scores = self._screen(q0, q1, tile)
-        scores[:, tile.bad] = -torch.inf
+        if has_bad:
+            scores[:, tile.bad] = -torch.inf
         if self.exclude is not None:
             scores[self.exclude[q0:q1, None] == positions[None, :]] = -torch.inf
-        highest = scores.amax(dim=1)
+        short = -scores.shape[1] % GROUP
+        padded = functional.pad(scores, (0, short), value=-torch.inf) if short else scores
+        groups = padded.view(q1 - q0, -1, GROUP)
+        peaks = groups.amax(dim=2)
         first, last = self.starts[q0], self.starts[q1]
         if last > first:
-            self._count(slice(first, last), q0, scores, highest, positions, tile)
-        self._extend_lists(q0, q1, scores, highest, positions, tile)
+            self._count(slice(first, last), q0, groups, peaks, positions, tile)
+        self._find_candidates(q0, q1, d0, scores, groups, peaks, tile)
 
     def _screen(self, q0: int, q1: int, tile: Vectors) -> Tensor:
         """Returns fp32 [queries, documents] that order documents as their scores do, within `_slack`."""
         scores = self.queries.rows[q0:q1] @ tile.rows.T
         return scores - tile.scale**2 / 2 if self.similarity == "euclidean" else scores
 
-    def _slack(self, query_scale: Tensor, tile: Vectors) -> Tensor:
-        """Returns, for each query, how far two screened scores of the tile may lie from their canonical ones."""
-        longest = tile.scale.max()
+    def _slack(self, query_scale: Tensor, longest: Tensor) -> Tensor:
+        """Returns, for each query, how far screened scores of documents up to a length may lie from canonical ones."""
         if self.similarity == "euclidean":
             return MARGIN * (query_scale + longest) ** 2 / 2
         return MARGIN * query_scale * longest
@@ -237,27 +182,27 @@ class _Pass:
             return scores
         return ((self.queries.scale[query].double() ** 2 - scores.double() ** 2) / 2).to(torch.float32)
 
-    def _count(self, part: slice, q0: int, scores: Tensor, highest: Tensor, positions: Tensor, tile: Vectors) -> None:
+    def _count(self, part: slice, q0: int, groups: Tensor, peaks: Tensor, positions: Tensor, tile: Vectors) -> None:
         query, goal = self.targets.query[part], self.goal[part]
-        slack = self._slack(self.queries.scale[query], tile)
+        slack = self._slack(self.queries.scale[query], tile.scale.max())
         screened = self._screened(goal, query)
         low, high = screened - slack, screened + slack
         unusable = goal == -torch.inf  # every document that can be ranked stands above it
         low, high = low.masked_fill(unusable, -torch.inf), high.masked_fill(unusable, -torch.inf)
-        touched = torch.nonzero((highest[query - q0] >= low) | unusable).squeeze(1)
-        rows_at_once = max(1, PAIR_BYTES // (4 * scores.shape[1]))
-        for start in range(0, len(touched), rows_at_once):
-            t = touched[start : start + rows_at_once]
-            row_scores = scores[query[t] - q0]
-            above = row_scores > high[t, None]
-            self.better[part.start + t] += above.sum(dim=1)
-            near = torch.nonzero(~above & (row_scores >= low[t, None]))
-            self._decide(part.start + t, near, positions, tile)
+        line, group = torch.nonzero(peaks[query - q0] >= low[:, None], as_tuple=True)
+        for at in chunks(len(line), GROUP):
+            t, g = line[at], group[at]
+            scores = groups[query[t] - q0, g]
+            above = scores > high[t, None]
+            self.better.index_add_(0, part.start + t, above.sum(dim=1))
+            pair, column = torch.nonzero(~above & (scores >= low[t, None]), as_tuple=True)
+            docs = g[pair] * GROUP + column
+            inside = docs < len(positions)  # unusable targets see the padding too
+            self._decide(part.start + t[pair[inside]], docs[inside], positions, tile)
 
-    def _decide(self, target: Tensor, near: Tensor, positions: Tensor, tile: Vectors) -> None:
-        """Adds the near pairs ((row of ``target``, document of the tile) [p, 2]) to the counts by canonical score."""
-        self.n_near += len(near)
-        rows, docs = target[near[:, 0]], near[:, 1]
+    def _decide(self, rows: Tensor, docs: Tensor, positions: Tensor, tile: Vectors) -> None:
+        """Adds the near pairs (target, document of the tile) to the counts by canonical score."""
+        self.n_near += len(rows)
         query, place = self.targets.query[rows], positions[docs]
         value = self._pair_scores(query, docs, tile)
         if self.exclude is not None:
@@ -284,67 +229,71 @@ class _Pass:
             error = 2**-52 * tile.rows.shape[1] * self.queries.scale[query].double() * tile.scale[docs].double()
             value = (wide - error).to(torch.float32)
             unsure = torch.nonzero(value != (wide + error).to(torch.float32)).squeeze(1)
-        for part in _chunks(len(unsure), tile.rows.shape[1]):
+        for part in chunks(len(unsure), tile.rows.shape[1]):
             pair = unsure[part]
             value[pair] = canonical_scores(self.queries.rows[query[pair]], tile.rows[docs[pair]], self.similarity)
         return value.masked_fill(tile.bad[docs], -torch.inf)
 
-    def _extend_lists(
-        self, q0: int, q1: int, scores: Tensor, highest: Tensor, positions: Tensor, tile: Vectors
+    def _find_candidates(
+        self, q0: int, q1: int, d0: int, scores: Tensor, groups: Tensor, peaks: Tensor, tile: Vectors
     ) -> None:
-        query = torch.arange(q0, q1, device=scores.device)
-        slack = self._slack(self.queries.scale[query], tile)
-        floor = self._screened(self.top_scores[q0:q1, -1], query) - slack
-        floor = floor.masked_fill(self.top_docs[q0:q1, -1] < 0, -torch.inf)
-        touched = torch.nonzero(highest >= floor).squeeze(1)
-        if not len(touched):
+        """Notes the documents of a tile that may enter a list; ``d0`` is the place of the tile in its block."""
+        self.longest = torch.maximum(self.longest, tile.scale.max())
+        slack = self._slack(self.queries.scale[q0:q1], self.longest)
+        floor = self.screen[q0:q1, -1] - 2 * slack
+        row, group = torch.nonzero(peaks >= floor[:, None], as_tuple=True)
+        if len(row) <= SPARSE_SHARE * peaks.numel():
+            for at in chunks(len(row), GROUP):
+                r, g = row[at], group[at]
+                values = groups[r, g]
+                # Padding, unusable and excluded documents hold -inf: it reaches the floor of a list that is not full.
+                pair, column = torch.nonzero((values >= floor[r, None]) & (values > -torch.inf), as_tuple=True)
+                self._wait(q0, r[pair], values[pair, column], d0 + g[pair] * GROUP + column)
             return
-        floor, slack, row_scores = floor[touched], slack[touched], scores[touched]
         n = scores.shape[1]
-        values, docs = torch.topk(row_scores, min(self.k + TOP_SLACK, n), dim=1)
+        values, docs = torch.topk(scores, min(self.k + TOP_SLACK, n), dim=1)
         if self.k < n:  # documents this far below the k-th of the tile cannot enter the list
             floor = torch.maximum(floor, values[:, self.k - 1] - 2 * slack)
         open_rows = torch.nonzero((values[:, -1] >= floor) & (values.shape[1] < n)).squeeze(1)
         inside = values >= floor[:, None]
         inside[open_rows] = False
-        pairs = torch.nonzero(inside)
-        self._merge(q0 + touched[pairs[:, 0]], docs[pairs[:, 0], pairs[:, 1]], positions, tile)
+        row, column = torch.nonzero(inside, as_tuple=True)
+        self._wait(q0, row, values[row, column], d0 + docs[row, column])
         if len(open_rows):  # more equals than the slack holds: look at the whole rows
-            pairs = torch.nonzero(row_scores[open_rows] >= floor[open_rows, None])
-            self._merge(q0 + touched[open_rows[pairs[:, 0]]], pairs[:, 1], positions, tile)
+            row, column = torch.nonzero(scores[open_rows] >= floor[open_rows, None], as_tuple=True)
+            row = open_rows[row]
+            self._wait(q0, row, scores[row, column], d0 + column)
 
-    def _merge(self, query: Tensor, docs: Tensor, positions: Tensor, tile: Vectors) -> None:
-        """Merges candidates (queries ascending) into the lists: canonical score descending, position ascending."""
-        if not len(query):
+    def _wait(self, q0: int, row: Tensor, value: Tensor, docs: Tensor) -> None:
+        """Notes candidates (row of the query tile, screened score, document of the block) and raises the floor."""
+        if not len(row):
             return
-        value, place = self._pair_scores(query, docs, tile), positions[docs]
+        order = row.argsort(stable=True)
+        row, value, docs = row[order], value[order], docs[order]
+        self.waiting.setdefault(q0, []).append((q0 + row, value, docs))
+        rows, line, column, width = by_row(row)
+        fresh = torch.full((len(rows), width), -torch.inf, device=value.device)
+        fresh[line, column] = value
+        best = torch.cat([self.screen[q0 + rows], fresh], dim=1)
+        self.screen[q0 + rows] = torch.topk(best, self.k, dim=1).values
+
+    def _settle(self, q0: int, positions: Tensor, block: Vectors) -> None:
+        """Moves the candidates of a query tile that are still in reach into the lists, by canonical score."""
+        query, value, docs = (torch.cat(column) for column in zip(*self.waiting.pop(q0), strict=True))
+        slack = self._slack(self.queries.scale[query], self.longest)
+        kept = torch.nonzero(value >= self.screen[query, -1] - 2 * slack).squeeze(1)
+        kept = kept[query[kept].argsort(stable=True)]
+        query, docs = query[kept], docs[kept]
+        place = positions[docs]
         if self.exclude is not None:
-            kept = self.exclude[query] != place
-            query, value, place = query[kept], value[kept], place[kept]
-        rows, counts = torch.unique_consecutive(query, return_counts=True)
-        if not len(rows):
-            return
-        column = torch.arange(len(query), device=query.device) - torch.repeat_interleave(
-            counts.cumsum(0) - counts, counts
-        )
-        line = torch.repeat_interleave(torch.arange(len(rows), device=query.device), counts)
-        width = int(counts.max())
-        new_scores = torch.full((len(rows), width), -torch.inf, device=query.device)
-        new_docs = torch.full((len(rows), width), torch.iinfo(torch.int64).max, device=query.device)
-        new_scores[line, column], new_docs[line, column] = value, place
-        old_docs = self.top_docs[rows]
-        all_docs = torch.cat([old_docs.masked_fill(old_docs < 0, torch.iinfo(torch.int64).max), new_docs], dim=1)
-        all_scores = torch.cat([self.top_scores[rows], new_scores], dim=1)
-        by_place = all_docs.argsort(dim=1, stable=True)
-        all_docs, all_scores = all_docs.gather(1, by_place), all_scores.gather(1, by_place)
-        by_score = all_scores.argsort(dim=1, descending=True, stable=True)[:, : self.k]
-        docs_out = all_docs.gather(1, by_score)
-        self.top_scores[rows] = all_scores.gather(1, by_score)
-        self.top_docs[rows] = docs_out.masked_fill(docs_out == torch.iinfo(torch.int64).max, -1)
+            here = self.exclude[query] != place
+            query, docs, place = query[here], docs[here], place[here]
+        if len(query):
+            self.lists.offer(query, self._pair_scores(query, docs, block), place)
 
     def result(self) -> Ranking:
         return Ranking(
-            self.better, self.tied, self.ahead, self.top_scores, self.top_docs, self.n_documents, self.n_near
+            self.better, self.tied, self.ahead, self.lists.scores, self.lists.docs, self.n_documents, self.n_near
         )
 
 
@@ -354,17 +303,3 @@ def _refuse_other_width(queries: Vectors, documents: Vectors) -> None:
             f"queries have {queries.rows.shape[1]} dimensions and documents {documents.rows.shape[1]}; encode both "
             "with the same model"
         )
-
-
-def _tree_sum(x: Tensor) -> Tensor:
-    """Returns the sum over the last dimension of ``x`` ([m, d] float64), halves added elementwise: one fixed order."""
-    while x.shape[1] > 1:
-        half = x.shape[1] // 2
-        folded = x[:, :half] + x[:, half : 2 * half]
-        x = torch.cat([folded, x[:, -1:]], dim=1) if x.shape[1] % 2 else folded
-    return x[:, 0] if x.shape[1] else x.new_zeros(len(x))
-
-
-def _chunks(n: int, d: int) -> Iterator[slice]:
-    step = max(1, PAIR_BYTES // (16 * max(1, d)))
-    return (slice(start, min(start + step, n)) for start in range(0, n, step))
