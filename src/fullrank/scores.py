@@ -60,28 +60,37 @@ def exact_fp32(device_type: str) -> Iterator[None]:
 def prepare(embeddings: Tensor, similarity: Similarity) -> Vectors:
     """Returns ``embeddings`` ([n, d], any float dtype) ready for ranking.
 
-    Lengths are summed in the canonical order too, so that a row's unit vector does not depend on its neighbours.
+    Under cosine the lengths are summed in the canonical order too, so that a row's unit vector does not depend on its
+    neighbours. Elsewhere they only bound rounding errors. What the caller gave is never changed.
     """
     if similarity not in get_args(Similarity):
         raise SettingError(f"similarity={similarity!r} is unknown; choose one of {', '.join(get_args(Similarity))}")
     if embeddings.ndim != 2:
         raise EvaluationError(f"embeddings must have the shape [n, d], got {tuple(embeddings.shape)}")
     rows = embeddings.detach().to(torch.float32)
+    if similarity == "cosine":
+        rows, scale = _unit_rows(rows)
+    else:
+        scale = torch.linalg.vector_norm(rows, dim=1)
+        if not bool(torch.isfinite(scale).all()):  # a square may overflow where the row does not
+            scale = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(torch.float32)
+    bad = ~torch.isfinite(scale)
+    if bool(bad.any()):
+        keep = ~bad[:, None]
+        rows, scale = torch.where(keep, rows, 0.0), torch.where(bad, 0.0, scale)
+    return Vectors(rows, scale, bad)
+
+
+def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the rows at length 1 and a scale of 1, or NaN for a row without direction."""
+    unit = torch.empty_like(rows, memory_format=torch.contiguous_format)
     scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    for part in chunks(len(rows), rows.shape[1]):
+    for part in chunks(*rows.shape):
         wide = rows[part].to(torch.float64)
         length = _tree_sum(wide * wide).sqrt()
-        if similarity == "cosine":
-            out[part] = (wide / length[:, None]).to(torch.float32)
-            scale[part] = torch.where(length == 0, torch.nan, length / length).to(torch.float32)
-        else:
-            out[part] = rows[part]
-            scale[part] = length.to(torch.float32)
-    bad = ~torch.isfinite(scale)
-    out[bad] = 0.0
-    scale[bad] = 0.0
-    return Vectors(out, scale, bad)
+        unit[part] = (wide / length[:, None]).to(torch.float32)
+        scale[part] = torch.where(length == 0, torch.nan, length / length).to(torch.float32)
+    return unit, scale
 
 
 def canonical_scores(queries: Tensor, documents: Tensor, similarity: Similarity) -> Tensor:
