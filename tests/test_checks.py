@@ -362,3 +362,17 @@ def test_real_collections(name, kinds):
     if not (DATA / name).is_dir():
         pytest.skip("the shared collections are not here")
     assert {finding.kind for finding in check_golden(load_golden(DATA / name))} == kinds
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, lambda pair: {"anchor": pair[0], "positive": pair[1], "label": 1}])
+def test_pairs_and_rows_of_a_data_set_are_read_alike(wrap):
+    golden = GoldenSet({"q": "capital of France"}, {"d": "Paris", "e": "Rome"}, {"q": {"d": 1}})
+    found = golden.check(train_pairs=[wrap(("Capital of  France", "Lyon"))])
+    assert "train-queries" in [finding.kind for finding in found]
+
+
+@pytest.mark.parametrize("pairs", ["pairs.jsonl", [(1, 2)], [(None, "a")], [1], [("a", "b", "c")], [{"text_a": "x"}]])
+def test_what_is_no_pair_of_texts_is_refused(pairs):
+    golden = GoldenSet({"q": "capital of France"}, {"d": "Paris", "e": "Rome"}, {"q": {"d": 1}})
+    with pytest.raises(ValueError, match="train_pairs must hold"):
+        golden.check(train_pairs=pairs)

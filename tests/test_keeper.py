@@ -364,3 +364,79 @@ def test_a_single_weight_does_not_change_the_number(tiny_st, tiny_golden, pairs,
     callback = RetrievalCallback(tiny_golden, select={"recall@5": 2.0}).attach(trainer)
     trainer.train()
     assert all(line.score == line.metrics["recall@5"] for line in callback.history)
+
+
+@pytest.mark.parametrize("what", ["norms", "dense"])
+def test_what_trains_beside_an_adapter_is_resumed_too(tiny_st, tiny_golden, pairs, tmp_path, what):
+    from sentence_transformers.sentence_transformer.modules import Dense
+
+    class Crash(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    def adapted():
+        torch.manual_seed(5)
+        model = tiny_st(extra=[Dense(32, 16)] if what == "dense" else [])
+        model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" in name and what == "norms":
+                parameter.requires_grad_(True)
+        return model
+
+    def losses(trainer):
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    whole = make_trainer(adapted(), pairs, tmp_path / "whole", **options)
+    RetrievalCallback(tiny_golden, every=2).attach(whole)
+    whole.train()
+    broken = make_trainer(adapted(), pairs, tmp_path / "parts", callbacks=[Crash()], **options)
+    RetrievalCallback(tiny_golden, every=2).attach(broken)
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    again = make_trainer(adapted(), pairs, tmp_path / "parts", **options)
+    RetrievalCallback(tiny_golden, every=2).attach(again)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(whole)
+
+
+def test_a_checkpoint_without_what_trains_beside_the_adapter_is_refused(tiny_st, tiny_golden, pairs, tmp_path):
+    from fullrank._errors import EvaluationError
+    from fullrank.weights import load_weights
+
+    model = tiny_st()
+    model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
+    model.save_pretrained(str(tmp_path))
+    load_weights(model, tmp_path)  # the adapter alone: all there is
+    next(p for name, p in model.named_parameters() if "LayerNorm" in name).requires_grad_(True)
+    with pytest.raises(EvaluationError, match="does not hold what trains beside the adapter"):
+        load_weights(model, tmp_path)
+
+
+def test_the_active_adapter_need_not_be_the_default_one(tiny_st, tiny_golden, pairs, tmp_path):
+    model = tiny_st()
+    model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
+    model[0].model.add_adapter("aaa", peft.LoraConfig(**LORA))
+    model[0].model.set_adapter("aaa")
+    run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
+
+
+def test_modules_to_save_through_add_adapter(tiny_st, tiny_golden, pairs, tmp_path):
+    model = tiny_st()
+    model.add_adapter(peft.LoraConfig(modules_to_save=["LayerNorm"], **LORA))
+    run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
+
+
+def test_two_adapted_towers_keep_their_own_adapters(tiny_st, tiny_golden, pairs, tmp_path):
+    from sentence_transformers.sentence_transformer.modules import Router
+
+    towers = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        tower = tiny_st()
+        tower[0].model = peft.get_peft_model(tower[0].model, peft.LoraConfig(**LORA))
+        towers.append(list(tower.children()))
+    model = SentenceTransformer(modules=[Router.for_query_document(*towers)], device="cpu")
+    mapping = {"anchor": "query", "positive": "document"}
+    run_to_peak(make_trainer(model, pairs, tmp_path, router_mapping=mapping), tiny_golden)

@@ -752,3 +752,9 @@ def test_a_huge_cut_off_is_the_whole_ranking(k):
         assert found[f"{name}@{k}"] == pytest.approx(found[name], abs=1e-12)
     found = values([f"{name}@{k}" for name in NEED_K], groups, missing)
     assert list(found.values()) == pytest.approx([4 / 5, 1, 4 / 5, 4 / k], abs=1e-12)
+
+
+@pytest.mark.parametrize("relevant", [[0, 2], [2, 0], [0, -1], [-1, 1]])
+def test_a_column_outside_the_table_is_refused_also_beside_one_inside(relevant):
+    with pytest.raises(ValueError, match="relevant must hold columns from 0 to 1"):
+        ranks_from_scores([[0.1, 0.2], [0.3, 0.4]], relevant)

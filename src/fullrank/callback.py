@@ -32,7 +32,7 @@ from fullrank.report import evaluation_line, say, tensorboard_layout, verdict, w
 from fullrank.result import Result
 from fullrank.settings import DEFAULT_METRICS, refuse_no_count, refuse_unknown
 from fullrank.store import BestStore, Stored
-from fullrank.weights import refuse_shadowed_adapter
+from fullrank.weights import has_adapters, refuse_shadowed_adapter, save_extra
 
 __all__ = ["RetrievalCallback"]
 
@@ -211,6 +211,12 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._injected_at = state.global_step
         return control
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Adds what trains beside an adapter to the trainer's own checkpoint, so that a resumed run has it."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._training and self._writes and has_adapters(self._model) and folder.is_dir():
+            save_extra(self._model, folder, loss=self.link.loss)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Notes the loss line, and prints the evaluation of its step with it."""
         if logs and "loss" in logs and self._started:
@@ -222,6 +228,9 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._say_line(state)
         self._training = False
         self.link.close()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # the writer has written
+            self._store = BestStore(self._folder / "best", keep_best=self.keep_best)
         best = self._store.best
         if best is None:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
@@ -296,10 +305,10 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if step == 0 and self._writes:
             move_aside(folder)
         self._journal = Journal(folder, write=self._writes)
-        self._store = BestStore(folder / "best", keep_best=self.keep_best)
+        self._store: BestStore = BestStore(folder / "best", keep_best=self.keep_best)
         self._folder = folder
         leading = self._plans[self.objective.leading[0]]
-        self._keeper = Keeper(self._store, self._model, leading, self.link, self._precision)
+        self._keeper: Keeper = Keeper(self._store, self._model, leading, self.link, self._precision)
         if step:
             self._refuse_other_data()
             self._journal.resume(step, [stored.step for stored in self._store.stored])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from fullrank._errors import DataError
 from fullrank.metrics import Metric
 from fullrank.result import Finding, Severity, vacuous_cutoffs
 from fullrank.settings import DEFAULT_METRICS, parsed
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # a golden set offers these checks, so its module imports thi
 __all__ = ["check_golden", "normalise", "read_train_pairs"]
 
 EXAMPLES = 5
+ANCHOR_FIELDS, POSITIVE_FIELDS = ("anchor", "query", "question"), ("positive", "document", "passage", "answer", "text")
 WIDE_POINTS, VERY_WIDE_POINTS = 5.0, 10.0
 """Half-widths of the interval that earn an ``info`` and a ``warning``: 385 and 97 queries."""
 SATURATED = 0.9
@@ -93,8 +95,8 @@ def read_train_pairs(path: str | Path) -> list[tuple[str, str]]:
     pairs = []
     for number, row in read_objects(Path(path), problems):
         try:
-            anchor = as_text(pick(row, "anchor", "query", "question"), "the anchor")
-            positive = as_text(pick(row, "positive", "document", "passage", "answer", "text"), "the positive")
+            anchor = as_text(pick(row, *ANCHOR_FIELDS), "the anchor")
+            positive = as_text(pick(row, *POSITIVE_FIELDS), "the positive")
             pairs.append((anchor, positive))
         except ValueError as error:
             problems.add(number, error)
@@ -238,6 +240,22 @@ def _saturation(golden: "GoldenSet", answers: Mapping[str, list[str]]) -> Iterat
 # ------------------------------------------------------------------------------------------------ leakage
 
 
+def _checked_pair(pair: object) -> tuple[str, str]:
+    anchor, positive = (None, None)
+    if isinstance(pair, Mapping):  # a row of a data set
+        anchor, positive = (
+            next((pair[name] for name in names if name in pair), None) for names in (ANCHOR_FIELDS, POSITIVE_FIELDS)
+        )
+    elif isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2:
+        anchor, positive = pair
+    if not isinstance(anchor, str) or not isinstance(positive, str):
+        raise DataError(
+            f"train_pairs must hold (anchor, positive) texts, or rows with those fields; got {str(pair)[:60]!r}. Read "
+            "a file with fullrank.checks.read_train_pairs(path)"
+        )
+    return anchor, positive
+
+
 def _leakage(
     golden: "GoldenSet", answers: Mapping[str, list[str]], train_pairs: Iterable[tuple[str, str]]
 ) -> Iterator[Finding]:
@@ -246,7 +264,7 @@ def _leakage(
     queries = _Index(golden.queries, QUERY_SHINGLE)
     documents = _Index({doc: texts[doc] for doc in relevant}, DOCUMENT_SHINGLE)
     for pair in tqdm(train_pairs, "training pairs", delay=PROGRESS_AFTER_SECONDS, disable=None, leave=False):
-        for whole in map(normalise, pair):
+        for whole in map(normalise, _checked_pair(pair)):
             queries.meet(whole)
             documents.meet(whole)
     again = "Remove them from the training pairs: this set is not held out"

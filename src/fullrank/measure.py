@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullrank._errors import DataError, NonFiniteError, SettingError, first_few
+from fullrank._errors import DataError, NonFiniteError, first_few
 from fullrank.data import NOT_IN_CORPUS, GoldenSet
 from fullrank.metrics import Metric, RankCounts, TieRule, score_queries
 from fullrank.result import Finding, Result, summarise, vacuous_cutoffs
 from fullrank.search import Ranking, Similarity, TargetPairs, Vectors, prepare, rank
+from fullrank.settings import refuse_no_count, refuse_unknown
 
 __all__ = ["Clock", "Documents", "OnNonfinite", "Settings", "measure"]
 
@@ -43,15 +44,13 @@ class Settings:
     on_nonfinite: OnNonfinite
 
     def __post_init__(self) -> None:
-        if self.on_nonfinite not in get_args(OnNonfinite):
-            raise SettingError(f"on_nonfinite={self.on_nonfinite!r} is unknown; choose raise or worst")
+        refuse_unknown("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        refuse_no_count("list_length", self.list_length, "a whole number from 1 or None")
 
     @property
     def k(self) -> int:
         """Length of the lists of retrieved documents."""
         if self.list_length is not None:
-            if self.list_length < 1:
-                raise SettingError(f"list_length={self.list_length} must be at least 1")
             return self.list_length
         return max([MIN_LIST, *(m.k for m in self.metrics if m.k is not None)])
 

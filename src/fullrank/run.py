@@ -4,6 +4,7 @@ Promise: with ``ties="trec"`` the numbers are those of trec_eval. A judged docum
 retrieved under any rule; it stays in the ideal and in the number of relevant documents.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from fullrank.data import checked_grade
 from fullrank.loaders import read_qrels, read_run
 from fullrank.metrics import Metric, RankCounts, TieRule, score_queries
 from fullrank.result import Hit, Result, summarise
-from fullrank.settings import DEFAULT_METRICS, parsed
+from fullrank.settings import DEFAULT_METRICS, parsed, refuse_no_count
 
 __all__ = ["evaluate_run"]
 
@@ -57,8 +58,9 @@ def evaluate_run(
     judged = read_qrels(qrels) if isinstance(qrels, str | Path) else qrels
     if not isinstance(scores, Mapping) or not isinstance(judged, Mapping):
         raise DataError("run and qrels must be dicts of dicts {query id: {document id: number}}, or paths")
-    if list_length < 1:
-        raise SettingError(f"list_length={list_length} must be at least 1")
+    refuse_no_count("list_length", list_length or 0, "a whole number from 1")
+    if isinstance(relevant_from, bool) or not isinstance(relevant_from, int | float) or math.isnan(relevant_from):
+        raise SettingError(f"relevant_from={relevant_from!r} must be a number")
     judged = {qid: _checked_grades(qid, grades) for qid, grades in judged.items()}
     query_ids = list(judged)
     if not query_ids:
@@ -122,7 +124,7 @@ def _checked_grades(qid: object, grades: object) -> dict[str, float]:
 def _checked_list(qid: str, listed: Mapping[str, float]) -> tuple[list[str], Scores]:
     try:
         docs, scores = list(listed), np.fromiter(listed.values(), dtype=np.float64, count=len(listed))
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"the run of query {qid!r} must be {{document id: score}}: {error}") from error
     if not set(map(type, docs)) <= {str}:
         raise DataError(f"document ids in the run of query {qid!r} must be strings, as those of the qrels are")

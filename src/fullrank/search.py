@@ -34,7 +34,7 @@ SPARSE_SHARE = 0.25
 """Share of groups that may pass before `torch.topk` over whole rows is cheaper than looking at the groups."""
 
 MAX_WAITING = 1 << 20
-"""Candidates of a query tile that may wait: a collapsed model makes every document one."""
+"""Candidates that may wait: a collapsed model makes every document one."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Pass:
         self.screen = torch.full((q, k), -torch.inf, dtype=torch.float32, device=device)
         self.longest = torch.zeros((), dtype=torch.float32, device=device)
         self.waiting: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        self.n_documents = self.n_near = 0
+        self.n_documents = self.n_near = self.n_waiting = 0
         # Targets of a tile of queries are a slice, because the pairs are ordered by query.
         self.starts = torch.searchsorted(targets.query, torch.arange(q + 1, device=device)).tolist()
 
@@ -145,10 +145,9 @@ class _Pass:
             for q0 in range(0, len(self.queries.rows), QUERY_TILE):
                 q1 = min(q0 + QUERY_TILE, len(self.queries.rows))
                 self._tile(q0, q1, d0, positions[docs], tile, has_bad)
-                if sum(len(query) for query, _, _ in self.waiting.get(q0, ())) > MAX_WAITING:
-                    self._settle(q0, positions, block)
-        for q0 in list(self.waiting):
-            self._settle(q0, positions, block)
+                if self.n_waiting > MAX_WAITING:
+                    self._settle_all(positions, block)
+        self._settle_all(positions, block)
 
     def _tile(self, q0: int, q1: int, d0: int, positions: Tensor, tile: Vectors, has_bad: bool) -> None:
         scores = self._screen(q0, q1, tile)
@@ -270,12 +269,18 @@ class _Pass:
             return
         order = row.argsort(stable=True)
         row, value, docs = row[order], value[order], docs[order]
+        self.n_waiting += len(row)
         self.waiting.setdefault(q0, []).append((q0 + row, value, docs))
         rows, line, column, width = by_row(row)
         fresh = torch.full((len(rows), width), -torch.inf, device=value.device)
         fresh[line, column] = value
         best = torch.cat([self.screen[q0 + rows], fresh], dim=1)
         self.screen[q0 + rows] = torch.topk(best, self.k, dim=1).values
+
+    def _settle_all(self, positions: Tensor, block: Vectors) -> None:
+        for q0 in list(self.waiting):
+            self._settle(q0, positions, block)
+        self.n_waiting = 0
 
     def _settle(self, q0: int, positions: Tensor, block: Vectors) -> None:
         """Moves the candidates of a query tile that are still in reach into the lists, by canonical score."""

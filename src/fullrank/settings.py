@@ -16,7 +16,7 @@ def parsed(metrics: Sequence[str | Metric]) -> list[Metric]:
     Raises:
         SettingError: none given, or one that does not exist.
     """
-    if isinstance(metrics, str | Metric) or not metrics:
+    if not isinstance(metrics, Sequence) or isinstance(metrics, str) or not metrics:
         raise SettingError(f"metrics={metrics!r} must be a non-empty list, for example ['recall@1', 'ndcg@10']")
     return list(dict.fromkeys(Metric.parse(metric) for metric in metrics))
 

@@ -77,10 +77,11 @@ def mean_interval(
         return Interval(float(low), float(high), level, "bootstrap")
     bottom, top = bounds
     if len(sample) == 1 or sample[0] not in bounds:
-        return Interval(min(bottom, sample[0]), max(top, sample[0]), level, "degenerate")
+        return Interval(float(min(bottom, sample[0])), float(max(top, sample[0])), level, "degenerate")
     hits = len(sample) if sample[0] == top else 0
     share = stats.binomtest(hits, len(sample)).proportion_ci(level, method="wilson")
-    return Interval(bottom + (top - bottom) * share.low, bottom + (top - bottom) * share.high, level, "wilson")
+    low, high = (bottom + (top - bottom) * float(bound) for bound in (share.low, share.high))
+    return Interval(low, high, level, "wilson")
 
 
 def _checked(values: ArrayLike) -> NDArray[np.float64]:

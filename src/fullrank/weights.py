@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from fullrank._errors import EvaluationError, SettingError
 from fullrank._optional import require
 
-__all__ = ["has_adapters", "load_probe", "load_weights", "refuse_shadowed_adapter", "save_probe", "save_weights"]
+__all__ = [
+    "has_adapters",
+    "load_probe",
+    "load_weights",
+    "refuse_shadowed_adapter",
+    "save_extra",
+    "save_probe",
+    "save_weights",
+]
 
 EXTRA = "extra.safetensors"
 PROBE = "probe.safetensors"
@@ -29,8 +37,8 @@ def save_weights(
 ) -> list[str]:
     """Writes a loadable model folder, and returns the names of tensors that other loaders will not find in it.
 
-    All weights, or for PEFT the adapter; what else trains beside an adapter goes into ``extra.safetensors``, which
-    only `load_weights` reads.
+    All weights, or for PEFT the adapter; there ``extra.safetensors`` holds every tensor that training can change, by
+    its live name, whatever the adapters are called and whatever trains beside them. Only `load_weights` reads it.
 
     Args:
         model: the model in training.
@@ -44,11 +52,20 @@ def save_weights(
         save_pretrained(str(folder))
     else:
         save_file(_owned(_outer(model).state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    save_extra(model, folder, loss=loss)
+    if not any(folder.rglob(ADAPTER)):
+        return []
+    filed = _stored_modules(model, folder)
+    return [name for name in _trained(model) if name not in filed and not _is_adapter(name)]
+
+
+def save_extra(model: nn.Module, folder: Path, *, loss: object = None) -> None:
+    """Writes ``extra.safetensors`` into a folder that holds a stored model, where there is something to add."""
     extra = {_LOSS + name: value for name, value in _loss_parameters(loss, model).items()}
-    beside = _beside_adapters(model) if any(folder.rglob(ADAPTER)) else {}
-    if extra | beside:
-        save_file(_owned(extra | beside), folder / EXTRA)
-    return [name for name, value in beside.items() if value.requires_grad and "modules_to_save" not in name]
+    if any(folder.rglob(ADAPTER)):
+        extra |= _trained(model) | dict(_buffers(model))
+    if extra:
+        save_file(_owned(extra), folder / EXTRA)
 
 
 def load_weights(model: nn.Module, folder: Path, *, loss: object = None) -> None:
@@ -57,17 +74,22 @@ def load_weights(model: nn.Module, folder: Path, *, loss: object = None) -> None
     Raises:
         EvaluationError: the folder does not hold all that the model needs.
     """
+    state = load_file(folder / EXTRA) if (folder / EXTRA).is_file() else {}
+    live = {**{_LOSS + n: v for n, v in _loss_parameters(loss, model).items()}, **_tensors(_outer(model))}
+    if unknown := [name for name in state if name not in live]:
+        raise EvaluationError(f"{folder / EXTRA} does not fit the model: unknown {unknown[:3]}")
     # A wrapper around an adapted backbone is saved as a whole state, without adapter files.
-    if adapters := sorted(folder.rglob(ADAPTER)):
-        _load_adapters(_adapted(model), adapters, folder)
-    else:
+    adapters = sorted(folder.rglob(ADAPTER))
+    if not adapters:
         _load_whole(_outer(model), folder)
-    if (folder / EXTRA).is_file():
-        state = load_file(folder / EXTRA)
-        live = {**{_LOSS + n: v for n, v in _loss_parameters(loss, model).items()}, **_tensors(_outer(model))}
-        if unknown := [name for name in state if name not in live]:
-            raise EvaluationError(f"{folder / EXTRA} does not fit the model: unknown {unknown[:3]}")
-        _copy(state, live)
+    elif missing := [name for name in _trained(model) if name not in state]:  # a checkpoint that we did not write
+        filed = {name: value for name, value in _stored_modules(model, folder).items() if name in live}
+        lost = [name for name in missing if name not in filed and not _is_adapter(name)]
+        if lost:
+            raise EvaluationError(f"{folder} does not hold what trains beside the adapter: {lost[:3]}")
+        _load_adapters(_adapted(model), adapters, folder)
+        state = {**filed, **state}
+    _copy(state, live)
 
 
 def refuse_shadowed_adapter(model: object) -> None:
@@ -128,16 +150,17 @@ def _adapted(model: nn.Module) -> list[nn.Module]:
 
 def _load_adapters(adapted: list[nn.Module], paths: list[Path], folder: Path) -> None:
     peft = require("peft", extra="lora")
-    if len(adapted) == 1:
-        targets = [(adapted[0], path) for path in paths]  # several adapters on one module: one folder each
-    elif len(adapted) == len(paths):
-        targets = list(zip(adapted, paths, strict=True))
-    else:
-        raise EvaluationError(f"{folder} holds {len(paths)} adapters for {len(adapted)} adapted modules")
-    for part, path in targets:
-        active: Any = part.active_adapters  # a property of PeftModel, a method of transformers models
+    if len(adapted) != 1:
+        raise EvaluationError(
+            f"{folder} holds {len(paths)} adapters for {len(adapted)} adapted modules, without {EXTRA}"
+        )
+    (part,) = adapted
+    for path in paths:
         known: Any = part.peft_config
-        name = path.parent.name if path.parent.name in known else (active() if callable(active) else active)[0]
+        active: Any = part.active_adapters  # a property of PeftModel, a method of transformers models
+        # A PeftModel writes the adapter "default" to the folder itself, others below it.
+        at_root = "default" if "default" in known else (active() if callable(active) else active)[0]
+        name = path.parent.name if path.parent.name in known else at_root
         outcome = peft.set_peft_model_state_dict(part, load_file(path), adapter_name=name)
         if unexpected := getattr(outcome, "unexpected_keys", None):
             raise EvaluationError(f"{path} does not fit the adapter {name!r}: unexpected {unexpected[:3]}")
@@ -158,8 +181,10 @@ def _stored_modules(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """Returns the state of a SentenceTransformer: each module's file, under the live names of that module."""
     live = _tensors(model)
     state: dict[str, Tensor] = {}
+    if not (folder / "modules.json").is_file():
+        return state
     for entry in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
-        tensors = _read_tensors(folder / entry["path"])
+        tensors = _read_tensors(folder / entry["path"])  # none where an adapter stands for the module
         prefixes = (f"{entry['name']}.", f"{entry['name']}.model.", f"{entry['name']}.auto_model.")
         prefix = next((p for p in prefixes if all(p + name in live for name in tensors)), prefixes[0])
         state |= {prefix + name: value for name, value in tensors.items()}
@@ -204,15 +229,20 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return model.state_dict(keep_vars=True)
 
 
-def _beside_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what training can change outside the adapters: trainable parameters and stored buffers."""
-    names = {name for name, value in _outer(model).named_parameters() if value.requires_grad}
-    names |= {name for name, _ in _outer(model).named_buffers()}
-    return {
-        name: value
-        for name, value in _tensors(_outer(model)).items()
-        if name in names and not any(part.startswith(("lora_", "ia3_", "hada_")) for part in name.split("."))
-    }
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters that training changes, by live name."""
+    return {name: value for name, value in _tensors(_outer(model)).items() if value.requires_grad}
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    stored = _tensors(_outer(model))
+    return ((name, value) for name, value in _outer(model).named_buffers() if name in stored)
+
+
+def _is_adapter(name: str) -> bool:
+    """Returns whether a tensor is part of what PEFT stores of an adapter."""
+    parts = name.split(".")
+    return "modules_to_save" in parts or any(part.startswith(("lora_", "ia3_", "hada_", "vera_")) for part in parts)
 
 
 def _loss_parameters(loss: object, model: nn.Module) -> dict[str, Tensor]:
