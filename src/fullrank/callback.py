@@ -228,9 +228,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._say_line(state)
         self._training = False
         self.link.close()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.barrier()  # the writer has written
-            self._store = BestStore(self._folder / "best", keep_best=self.keep_best)
+        self._read_store_of_the_writer()
         best = self._store.best
         if best is None:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
@@ -305,13 +303,19 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if step == 0 and self._writes:
             move_aside(folder)
         self._journal = Journal(folder, write=self._writes)
-        self._store: BestStore = BestStore(folder / "best", keep_best=self.keep_best)
+        self._store = BestStore(folder / "best", keep_best=self.keep_best)
         self._folder = folder
         leading = self._plans[self.objective.leading[0]]
-        self._keeper: Keeper = Keeper(self._store, self._model, leading, self.link, self._precision)
+        self._keeper = Keeper(self._store, self._model, leading, self.link, self._precision)
         if step:
             self._refuse_other_data()
             self._journal.resume(step, [stored.step for stored in self._store.stored])
+
+    def _read_store_of_the_writer(self) -> None:
+        """Lets every rank of a distributed run see what the writing one has stored."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            self._store = BestStore(self._folder / "best", keep_best=self.keep_best)
 
     def _refuse_other_data(self) -> None:
         """Raises where a resumed run has other golden sets than it began with: scores of two sets cannot be ranked."""
