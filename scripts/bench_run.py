@@ -9,15 +9,14 @@ out and named (pip install ir-measures ranx). Writes results/bench_run.json.
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from _bench import write_report
+
 LIBRARIES = ("fullrank", "ir_measures", "ranx")
 TOLERANCE = 1e-6
 
@@ -96,16 +95,8 @@ def main():
         "seconds": medians,
         "times_fullrank": {library: value / medians["fullrank"] for library, value in medians.items()},
         "missing": missing,
-        "python": platform.python_version(),
-        "machine": platform.processor() or platform.machine(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
     }
-    path = ROOT / "results" / "bench_run.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    write_report("bench_run", report)
 
 
 if __name__ == "__main__":

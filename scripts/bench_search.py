@@ -9,23 +9,19 @@ and computes metrics beside the lists; faiss gives lists alone. A peer that is n
 """
 
 import argparse
-import json
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from _bench import write_report
 from fullrank import GoldenSet
 from fullrank.evaluate import evaluate_embeddings
 
-ROOT = Path(__file__).resolve().parent.parent
 METRICS = ["recall@1", "recall@10", "recall@100", "ndcg@10", "mrr@10"]
 TOLERANCE = 1e-6
 
@@ -130,16 +126,8 @@ def main():
         "missing": missing,
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "versions": {name: version(name) for name in ("torch", "numpy", "sentence-transformers")},
-        "python": platform.python_version(),
-        "machine": platform.processor() or platform.machine(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip(),
     }
-    path = ROOT / "results" / "bench_search.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    write_report("bench_search", report)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,30 @@ def run_to_peak(trainer, golden, *, step=2, **options):
     return callback
 
 
+class Crash(TrainerCallback):
+    """Ends a run before its sixth step, as a lost machine does."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+def whole_and_resumed(adapted, golden, pairs, out):
+    """Returns trainer and callback of an uninterrupted run, and of one that crashed and was resumed."""
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    whole = make_trainer(adapted(), pairs, out / "whole", **options)
+    expected = RetrievalCallback(golden, every=2).attach(whole)
+    whole.train()
+    broken = make_trainer(adapted(), pairs, out / "parts", callbacks=[Crash()], **options)
+    RetrievalCallback(golden, every=2).attach(broken)
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    again = make_trainer(adapted(), pairs, out / "parts", **options)
+    callback = RetrievalCallback(golden, every=2).attach(again)
+    again.train(resume_from_checkpoint=True)
+    return whole, expected, again, callback
+
+
 class Named(SentenceTransformer):
     """A subclass whose constructor takes other arguments than its parent's."""
 
@@ -176,11 +200,6 @@ def test_a_pretrained_model_with_a_constructor_of_its_own(tiny_bert, tiny_tokeni
 
 @pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
 def test_lora_resumes_and_equals_an_uninterrupted_run(tiny_st, tiny_golden, pairs, tmp_path, route):
-    class Crash(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 5:
-                raise KeyboardInterrupt
-
     def adapted():
         torch.manual_seed(5)
         model = tiny_st()
@@ -190,17 +209,7 @@ def test_lora_resumes_and_equals_an_uninterrupted_run(tiny_st, tiny_golden, pair
             model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
         return model
 
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-    whole = make_trainer(adapted(), pairs, tmp_path / "whole", **options)
-    expected = RetrievalCallback(tiny_golden, every=2).attach(whole)
-    whole.train()
-    broken = make_trainer(adapted(), pairs, tmp_path / "parts", callbacks=[Crash()], **options)
-    RetrievalCallback(tiny_golden, every=2).attach(broken)
-    with pytest.raises(KeyboardInterrupt):
-        broken.train()
-    again = make_trainer(adapted(), pairs, tmp_path / "parts", **options)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(again)
-    again.train(resume_from_checkpoint=True)
+    whole, expected, again, callback = whole_and_resumed(adapted, tiny_golden, pairs, tmp_path)
     assert [(h.step, h.score) for h in callback.history] == [(h.step, h.score) for h in expected.history]
     assert callback.best.step == expected.best.step
     ours, theirs = again.model.state_dict(), whole.model.state_dict()
@@ -370,11 +379,6 @@ def test_a_single_weight_does_not_change_the_number(tiny_st, tiny_golden, pairs,
 def test_what_trains_beside_an_adapter_is_resumed_too(tiny_st, tiny_golden, pairs, tmp_path, what):
     from sentence_transformers.sentence_transformer.modules import Dense
 
-    class Crash(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 5:
-                raise KeyboardInterrupt
-
     def adapted():
         torch.manual_seed(5)
         model = tiny_st(extra=[Dense(32, 16)] if what == "dense" else [])
@@ -387,17 +391,7 @@ def test_what_trains_beside_an_adapter_is_resumed_too(tiny_st, tiny_golden, pair
     def losses(trainer):
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-    whole = make_trainer(adapted(), pairs, tmp_path / "whole", **options)
-    RetrievalCallback(tiny_golden, every=2).attach(whole)
-    whole.train()
-    broken = make_trainer(adapted(), pairs, tmp_path / "parts", callbacks=[Crash()], **options)
-    RetrievalCallback(tiny_golden, every=2).attach(broken)
-    with pytest.raises(KeyboardInterrupt):
-        broken.train()
-    again = make_trainer(adapted(), pairs, tmp_path / "parts", **options)
-    RetrievalCallback(tiny_golden, every=2).attach(again)
-    again.train(resume_from_checkpoint=True)
+    whole, _, again, _ = whole_and_resumed(adapted, tiny_golden, pairs, tmp_path)
     assert losses(again) == losses(whole)
 
 

@@ -327,11 +327,9 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                     f"anew in another output_dir than that of {self._folder}"
                 )
 
-    def _suffix(self, set_name: str) -> str | None:
-        return set_name if len(self.golden) > 1 else None
-
     def _stored_result(self, step: int, set_name: str) -> Result | None:
-        return _read_result(self._folder / result_name(f"step-{step}", self._suffix(set_name)))
+        suffix = set_name if len(self.golden) > 1 else None
+        return _read_result(self._folder / result_name(f"step-{step}", suffix))
 
     def _add_layout(self) -> None:
         writer = self.link.writer

@@ -5,6 +5,7 @@ it, a known document; positions are int64; nothing the caller gave is changed.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -160,6 +161,11 @@ class GoldenSet:
     def doc_texts(self) -> list[str]:
         """Texts in the order of `doc_ids`, title and text joined."""
         return [join_title(doc, doc_id) for doc_id, doc in self.corpus.items()]
+
+    @cached_property
+    def n_equal_texts(self) -> int:
+        """Documents whose text stands more than once, all copies counted."""
+        return sum(n for n in Counter(self.doc_texts).values() if n > 1)
 
     @cached_property
     def judgements(self) -> Judgements:

@@ -4,7 +4,6 @@ Promise: the numbers depend on the embeddings and the judgements alone, not on t
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -281,7 +280,7 @@ def _result(
             "n_scored": golden.n_answerable,
             "n_unanswerable": len(golden.queries) - golden.n_answerable,
             "n_documents": n,
-            "n_equal_texts": _n_equal(golden.doc_texts),
+            "n_equal_texts": golden.n_equal_texts,
             "n_tied": int((tied > 1).sum()),
             "n_nonfinite_documents": tally.n_bad,
             "n_nonfinite_queries": n_bad_queries,
@@ -327,11 +326,6 @@ def _hits(golden: GoldenSet, ranked: Ranking, usable: NDArray[np.int64]) -> dict
         golden.query_ids[q]: [(ids[d], s) for d, s in zip(docs, scores, strict=True) if d >= 0 and np.isfinite(s)]
         for q, docs, scores in zip(usable.tolist(), ranked.top_docs.tolist(), ranked.top_scores.tolist(), strict=True)
     }
-
-
-def _n_equal(texts: list[str]) -> int:
-    """Returns how many texts stand more than once, all copies counted."""
-    return sum(n for n in Counter(texts).values() if n > 1)
 
 
 def _collapse_finding(tie_rate: float) -> Finding:
