@@ -48,6 +48,8 @@ BELOW_TORCH = [
     "keeper",
     "callback",
     "demo",
+    "doors",
+    "cli_measure",
     "cli",
     "__main__",
 ]

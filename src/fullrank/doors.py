@@ -1,0 +1,101 @@
+"""What the doors of the command line share: the app, its options, progress bars, checks of paths."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from fullrank._errors import SettingError
+
+__all__ = [
+    "Data",
+    "Metrics",
+    "Split",
+    "app",
+    "metric_names",
+    "progress_bars",
+    "quiet_loading",
+    "refuse_unwritable",
+    "short_name",
+]
+
+app = typer.Typer(
+    help="Rank the whole corpus, and keep the checkpoint that retrieves best.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Data = Annotated[str, typer.Option(help="BEIR folder, golden .jsonl, or hf:, ir_datasets:, mteb: source.")]
+Split = Annotated[str, typer.Option(help="Which judgements: qrels/SPLIT.tsv.")]
+Metrics = Annotated[str, typer.Option("--metrics", help="Comma-separated, for example recall@1,ndcg@10.")]
+
+
+@app.callback()
+def _common(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show log messages of the libraries below.")] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    if not verbose:
+        warnings.simplefilter("ignore")  # of the libraries below; ours are Findings
+        for noisy in ("transformers", "sentence_transformers", "datasets", "peft", "httpx"):
+            logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def short_name(model: str) -> str:
+    """Returns the last part of a path or hub id."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else path.name
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises `SettingError` where a file cannot be written, before anything is spent."""
+    if path.is_dir():
+        raise SettingError(f"{path} is a folder; give the name of a file")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        why = "is a file" if not above.is_dir() else "may not be written to"
+        raise SettingError(f"{path} cannot be written: {above} {why}")
+
+
+def metric_names(metrics: str) -> list[str]:
+    """Returns the names in a comma-separated option."""
+    return [name.strip() for name in metrics.split(",") if name.strip()]
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields a progress callback that draws a bar a phase; silent where nobody watches."""
+    bars: dict[str, Any] = {}
+
+    def progress(phase: str, done: int, total: int) -> None:
+        if phase not in bars:
+            bars[phase] = tqdm(total=total, desc=f"encode {phase}", disable=None, leave=False, delay=1)
+        bars[phase].update(done - bars[phase].n)
+
+    try:
+        yield progress
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keeps the weight-loading bars of transformers off the screen."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
