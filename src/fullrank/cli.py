@@ -9,10 +9,11 @@ import traceback
 
 import typer
 
+from fullrank import cli_measure  # noqa: F401  # registers its doors
 from fullrank._errors import FullrankError
 from fullrank.doors import app
 
-__all__ = ["main"]
+__all__ = ["app", "main"]
 
 
 def main() -> None:
