@@ -80,8 +80,9 @@ class Result:
         metrics: ``{"recall@1": mean over the answerable queries}``.
         per_query: ``{"recall@1": float64 [n]}``, in the order of `query_ids`.
         query_ids: the answerable queries.
-        counts: ``n_scored``, ``n_unanswerable``, ``n_documents``, ``n_equal_texts``, ``n_tied`` (judged documents that
-            tie with another), ``n_nonfinite_documents``, ``n_nonfinite_queries``, ``n_truncated``.
+        counts: ``n_scored``, ``n_unanswerable``, ``n_documents``, ``n_ranked`` (documents that a bound saw),
+            ``n_equal_texts``, ``n_tied`` (judged documents that tie with another), ``n_nonfinite_documents``,
+            ``n_nonfinite_queries``, ``n_truncated``.
         hits: ``{query id: [(document id, score), ...]}``, best first; unanswerable queries too.
         qrels: the judgements that were used.
         queries: ``{query id: text}``; empty where only embeddings or a run were given.
@@ -92,7 +93,11 @@ class Result:
         findings: what stood out.
         tie_rate: mean share of the other documents that tie with a judged one; 1.0 where all embeddings are equal.
         collapsed: nearly all documents score alike; the numbers are those of chance.
-        eligible: whether the result may be used to choose (not with non-finite embeddings).
+        eligible: whether the result may be used to choose (not with non-finite embeddings, not a bound).
+        mean_cosine: mean pairwise cosine of a fixed sample of documents; near 1 where embeddings collapse. None where
+            there were no embeddings.
+        bound: the ranking saw only a part of the corpus, so the metrics are upper bounds, not scores. How much it saw
+            is `coverage`.
     """
 
     metrics: dict[str, float]
@@ -110,6 +115,8 @@ class Result:
     tie_rate: float = 0.0
     collapsed: bool = False
     eligible: bool = True
+    mean_cosine: float | None = None
+    bound: bool = False
 
     def __getitem__(self, metric: str | Metric) -> float:
         return self.metrics[self.name_of(metric)]
@@ -143,6 +150,12 @@ class Result:
             )
             for i in rows
         ]
+
+    @property
+    def coverage(self) -> float:
+        """Share of the corpus that was ranked; below 1 only for a bound."""
+        n = self.counts.get("n_documents", 0)
+        return self.counts.get("n_ranked", n) / n if n else 1.0
 
     @property
     def judged(self) -> float:
