@@ -34,7 +34,9 @@ ABOVE_TORCH = [
 BELOW_TORCH = [
     "models",
     "scores",
+    "ranks",
     "toplists",
+    "shortlist",
     "search",
     "isolate",
     "tokens",

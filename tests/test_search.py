@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullrank import scores, search
+from fullrank import scores, search, shortlist
 from fullrank._errors import EvaluationError, SettingError
 from fullrank.search import TargetPairs, Vectors, canonical_scores, exact_fp32, prepare, rank
 
@@ -183,11 +183,11 @@ def test_the_short_cuts_for_many_undecided_pairs_change_nothing(kind, monkeypatc
     queries, documents, pairs = world(kind, seed=3)
     for similarity in SIMILARITIES:
         expected = oracle(score_matrix(queries, documents, similarity), pairs, 5)
-        for dense, pair_bytes, slack in ((0.0, 1, 0), (2.0, 1, 1), (0.0, 1 << 20, 16), (2.0, 4_000, 0)):
+        for dense, pair_bytes, groups in ((0.0, 1, 0.0), (2.0, 1, 1.0), (0.0, 1 << 20, 0.4), (2.0, 4_000, 0.0)):
             with monkeypatch.context() as patch:
-                patch.setattr(search, "DENSE_SHARE", dense)
+                patch.setattr(scores, "DENSE_SHARE", dense)
                 patch.setattr(scores, "PAIR_BYTES", pair_bytes)
-                patch.setattr(search, "TOP_SLACK", slack)
+                patch.setattr(shortlist, "DENSE_SHARE", groups)
                 assert_same(search_for(queries, documents, pairs, similarity=similarity, k=5, sizes=30), expected)
 
 
@@ -200,11 +200,11 @@ def test_sums_that_cancel_are_scored_alike_on_every_path(monkeypatch):
     queries, documents = queries.astype(np.float32), documents.astype(np.float32)
     pairs = [(q, d) for q in range(6) for d in range(0, 60, 7)]
     q, d = torch.from_numpy(queries), torch.from_numpy(documents)
-    scores = torch.stack([canonical_scores(row.expand_as(d), d, "dot") for row in q]).numpy()
-    assert (np.abs(scores) < 2.0**32).sum() > 20
-    expected = oracle(scores, pairs, 60)
+    exact = torch.stack([canonical_scores(row.expand_as(d), d, "dot") for row in q]).numpy()
+    assert (np.abs(exact) < 2.0**32).sum() > 20
+    expected = oracle(exact, pairs, 60)
     for dense in (0.0, 2.0):
-        monkeypatch.setattr(search, "DENSE_SHARE", dense)
+        monkeypatch.setattr(scores, "DENSE_SHARE", dense)
         for size in (1, 17, 60):
             assert_same(search_for(queries, documents, pairs, similarity="dot", k=60, sizes=size), expected)
 
@@ -258,7 +258,8 @@ def test_whatever_the_corpus_the_order_the_blocks_and_the_tiles(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "QUERY_TILE", data.draw(st.integers(1, 5)))
         patch.setattr(search, "DOCUMENT_TILE", data.draw(st.integers(1, 5)))
-        patch.setattr(search, "TOP_SLACK", data.draw(st.integers(0, 3)))
+        patch.setattr(shortlist, "DENSE_SHARE", data.draw(st.sampled_from([0.0, 0.4, 1.0])))
+        patch.setattr(search, "MAX_WAITING", data.draw(st.sampled_from([0, 8, 1 << 20])))
         found = search_for(
             queries,
             documents,

@@ -7,19 +7,23 @@ in float64 (exact for fp32 factors), summed in one fixed order by elementwise ar
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from fullrank._errors import EvaluationError, SettingError
 
-__all__ = ["Similarity", "Vectors", "canonical_scores", "chunks", "exact_fp32", "prepare"]
+__all__ = ["Rows", "Similarity", "Vectors", "canonical_scores", "chunks", "exact_fp32", "pair_scores", "prepare"]
 
 Similarity = Literal["cosine", "dot", "euclidean"]
 
 PAIR_BYTES = 4 << 20
 """Memory that one batch of canonical scores may take: it should stay in cache (32 MiB take twice as long)."""
+
+
+DENSE_SHARE = 0.02
+"""Share of wanted pairs in a block above which a float64 product is cheaper than summing each pair in order."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,16 @@ class Vectors:
     bad: Tensor
 
     def __getitem__(self, index: slice | Tensor) -> "Vectors":
-        return Vectors(self.rows[index], self.scale[index], self.bad[index])
+        if isinstance(index, slice):
+            return Vectors(self.rows[index], self.scale[index], self.bad[index])
+        # Three times as fast as indexing, which looks at every element.
+        return Vectors(*(column.index_select(0, index) for column in (self.rows, self.scale, self.bad)))
+
+
+class Rows(Protocol):
+    """Document embeddings that are made ready when they are asked for: `Vectors`, or a table prepared lazily."""
+
+    def __getitem__(self, index: slice | Tensor, /) -> Vectors: ...
 
 
 @contextmanager
@@ -117,3 +130,33 @@ def chunks(n: int, d: int) -> Iterator[slice]:
     """Returns slices of n pairs of d dimensions whose float64 products fit into `PAIR_BYTES`."""
     step = max(1, PAIR_BYTES // (16 * max(1, d)))
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
+def pair_scores(queries: Vectors, query: Tensor, documents: Rows, doc: Tensor, similarity: Similarity) -> Tensor:
+    """Returns the canonical score of each pair: float32 [p], -inf where the document is unusable.
+
+    Many pairs of few texts, as a collapsed model makes them, go through a float64 product first: where its error cannot
+    move the rounded value, that value is the canonical one; the others are summed in order.
+
+    Args:
+        queries, documents: what the pairs point into.
+        query, doc: int64 [p], rows; equal queries together.
+        similarity: the vectors were prepared for.
+    """
+    rows, line = torch.unique_consecutive(query, return_inverse=True)
+    distinct, column = torch.unique(doc, return_inverse=True)
+    unsure = torch.arange(len(query), device=query.device)
+    value = torch.empty(len(query), dtype=torch.float32, device=query.device)
+    if similarity != "euclidean" and len(query) > DENSE_SHARE * len(rows) * len(distinct):
+        wanted = documents[distinct]
+        wide = (queries.rows[rows].double() @ wanted.rows.double().T)[line, column]
+        error = 2**-52 * wanted.rows.shape[1] * queries.scale[query].double() * wanted.scale[column].double()
+        value = (wide - error).to(torch.float32)
+        unsure = torch.nonzero(value != (wide + error).to(torch.float32)).squeeze(1)
+        value = value.masked_fill(wanted.bad[column], -torch.inf)
+    for part in chunks(len(unsure), queries.rows.shape[1]):
+        pair = unsure[part]
+        wanted = documents[doc[pair]]
+        exact = canonical_scores(queries.rows.index_select(0, query[pair]), wanted.rows, similarity)
+        value[pair] = exact.masked_fill(wanted.bad, -torch.inf)
+    return value

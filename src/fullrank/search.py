@@ -13,28 +13,43 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fullrank._errors import EvaluationError
-from fullrank.scores import Similarity, Vectors, canonical_scores, chunks, exact_fp32, prepare
-from fullrank.toplists import TopLists, by_row
+from fullrank.ranks import ALONE, Ranks
+from fullrank.scores import (
+    Rows,
+    Similarity,
+    Vectors,
+    canonical_scores,
+    chunks,
+    exact_fp32,
+    pair_scores,
+    prepare,
+)
+from fullrank.shortlist import GROUP, Shortlist, group_peaks
+from fullrank.toplists import TopLists
 
-__all__ = ["Ranking", "Similarity", "TargetPairs", "Vectors", "canonical_scores", "exact_fp32", "prepare", "rank"]
+__all__ = [
+    "Pass",
+    "Ranking",
+    "Similarity",
+    "TargetPairs",
+    "Vectors",
+    "canonical_scores",
+    "exact_fp32",
+    "goals",
+    "prepare",
+    "rank",
+]
 
 MARGIN = 1e-5
 """Pairs whose fp32 scores differ by less than this share of |q||d| are decided by the canonical score."""
-QUERY_TILE = 256
-DOCUMENT_TILE = 4_096
-GROUP = 64
-"""Documents whose highest score stands for them: where it passes no target and no list, none of them is looked at."""
-TOP_SLACK = 16
-DENSE_SHARE = 0.02
-"""Share of undecided pairs in a tile above which a float64 product is cheaper than summing each pair in order."""
-SPARSE_SHARE = 0.25
-"""Share of groups that may pass before `torch.topk` over whole rows is cheaper than looking at the groups."""
-
+QUERY_TILE, DOCUMENT_TILE = 256, 4_096
+"""Scores at a time on a processor: 4 MiB, which stay in cache."""
+DEVICE_SHARE, DEVICE_TILE = 8, 1 << 30
+"""On an accelerator the scores at a time take an eighth of the free memory, and at most 1 GiB."""
 MAX_WAITING = 1 << 20
-"""Candidates that may wait: a collapsed model makes every document one."""
+"""Candidates and near pairs that may wait: a collapsed model makes every document one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class TargetPairs:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What one pass over the corpus gives.
+    """What one pass over documents gives.
 
     Attributes:
         better, tied, ahead: int64 [m], see `fullrank.metrics.RankCounts`.
@@ -70,7 +85,7 @@ def rank(
     queries: Vectors,
     targets: TargetPairs,
     target_vectors: Vectors,
-    blocks: Iterable[tuple[Tensor, Vectors]],
+    blocks: Iterable[tuple[Tensor, Rows]],
     *,
     similarity: Similarity,
     k: int,
@@ -94,79 +109,108 @@ def rank(
     Raises:
         EvaluationError: dimensions differ between queries and documents.
     """
-    with exact_fp32(queries.rows.device.type):
-        run = _Pass(queries, targets, target_vectors, similarity, k, id_order, exclude)
-        for positions, block in blocks:
-            run.add(positions, block)
-        return run.result()
+    goal = goals(queries, targets.query, target_vectors, similarity)
+    run = Pass(queries, targets, goal, similarity=similarity, k=k, id_order=id_order, exclude=exclude)
+    for positions, block in blocks:
+        run.add(positions, block)
+    return run.ranking()
 
 
-class _Pass:
-    """The state of one pass: counts so far, lists so far."""
+def goals(queries: Vectors, query: Tensor, documents: Vectors, similarity: Similarity) -> Tensor:
+    """Returns float32 [m], the canonical score of each target: ``query`` int64 [m] with ``documents`` [m, d]."""
+    _refuse_other_width(queries, documents)
+    goal = torch.empty(len(query), dtype=torch.float32, device=query.device)
+    for part in chunks(len(query), queries.rows.shape[1]):
+        goal[part] = canonical_scores(queries.rows[query[part]], documents.rows[part], similarity)
+    return goal.masked_fill(documents.bad, -torch.inf)
+
+
+class Pass:
+    """The state of one pass: counts and lists over the documents so far.
+
+    Args:
+        queries, targets, similarity, k, id_order, exclude: see `rank`.
+        goal: from `goals`.
+        ranks: the processes that share the documents; each adds its own, `ranking` brings them together.
+    """
 
     def __init__(
         self,
         queries: Vectors,
         targets: TargetPairs,
-        target_vectors: Vectors,
+        goal: Tensor,
+        *,
         similarity: Similarity,
         k: int,
-        id_order: Tensor | None,
-        exclude: Tensor | None,
+        id_order: Tensor | None = None,
+        exclude: Tensor | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         device, m, q = queries.rows.device, len(targets.query), len(queries.rows)
-        _refuse_other_width(queries, target_vectors)
-        self.queries, self.targets, self.similarity, self.k = queries, targets, similarity, k
-        self.id_order, self.exclude = id_order, exclude
-        self.goal = torch.empty(m, dtype=torch.float32, device=device)
-        for part in chunks(m, queries.rows.shape[1]):
-            self.goal[part] = canonical_scores(queries.rows[targets.query[part]], target_vectors.rows[part], similarity)
-        self.goal[target_vectors.bad] = -torch.inf
+        self.queries, self.targets, self.goal, self.similarity, self.k = queries, targets, goal, similarity, k
+        self.id_order, self.exclude, self.ranks = id_order, exclude, ranks
         self.better = torch.zeros(m, dtype=torch.int64, device=device)
         self.tied = torch.zeros_like(self.better)
         self.ahead = torch.zeros_like(self.better)
         self.lists = TopLists(q, k, device)
-        # The k best screened scores so far: what a document must reach. Candidates wait for the end of their block, by
-        # when most have been overtaken and need no canonical score.
-        self.screen = torch.full((q, k), -torch.inf, dtype=torch.float32, device=device)
         self.longest = torch.zeros((), dtype=torch.float32, device=device)
-        self.waiting: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        self.n_documents = self.n_near = self.n_waiting = 0
+        self.undecided: list[tuple[Tensor, Tensor]] = []
+        self.n_documents = self.n_near = self.n_undecided = 0
+        self.query_tile, self.document_tile = _tile_shape(device, q)
+        # Candidates wait for the end of their block: by then most are overtaken and need no canonical score.
+        tiles = [slice(q0, min(q0 + self.query_tile, q)) for q0 in range(0, q, self.query_tile)]
+        self.shortlists = [(tile, Shortlist(tile.stop - tile.start, k, device)) for tile in tiles]
         # Targets of a tile of queries are a slice, because the pairs are ordered by query.
         self.starts = torch.searchsorted(targets.query, torch.arange(q + 1, device=device)).tolist()
 
-    def add(self, positions: Tensor, block: Vectors) -> None:
-        _refuse_other_width(self.queries, block)
+    def add(self, positions: Tensor, block: Rows) -> None:
+        """Ranks a block: ``positions`` int64 [n], and their embeddings."""
+        with exact_fp32(self.queries.rows.device.type):
+            for first in range(0, len(positions), self.document_tile):
+                part = slice(first, min(first + self.document_tile, len(positions)))
+                tile = block[part]
+                _refuse_other_width(self.queries, tile)
+                self.longest = torch.maximum(self.longest, tile.scale.max())
+                has_bad = bool(tile.bad.any())
+                for queries, shortlist in self.shortlists:
+                    self._tile(queries, shortlist, positions[part], tile, first, has_bad)
+                    if shortlist.n > MAX_WAITING // len(self.shortlists):
+                        self._settle(queries, shortlist, positions, block)
+                    if self.n_undecided > MAX_WAITING:
+                        self._decide(positions, block)
+            self._decide(positions, block)
+            for queries, shortlist in self.shortlists:
+                self._settle(queries, shortlist, positions, block)
         self.n_documents += len(positions)
-        for d0 in range(0, len(positions), DOCUMENT_TILE):
-            docs = slice(d0, d0 + DOCUMENT_TILE)
-            tile = block[docs]
-            has_bad = bool(tile.bad.any())
-            for q0 in range(0, len(self.queries.rows), QUERY_TILE):
-                q1 = min(q0 + QUERY_TILE, len(self.queries.rows))
-                self._tile(q0, q1, d0, positions[docs], tile, has_bad)
-                if self.n_waiting > MAX_WAITING:
-                    self._settle_all(positions, block)
-        self._settle_all(positions, block)
 
-    def _tile(self, q0: int, q1: int, d0: int, positions: Tensor, tile: Vectors, has_bad: bool) -> None:
-        scores = self._screen(q0, q1, tile)
+    def ranking(self) -> Ranking:
+        """Returns what the documents so far give, those of all ranks together; may be asked at any time."""
+        counts = torch.stack([self.better, self.tied, self.ahead])
+        totals = torch.tensor([self.n_documents, self.n_near], device=counts.device)
+        lists = self.lists
+        if self.ranks.size > 1:
+            counts, totals = self.ranks.sum(counts), self.ranks.sum(totals)
+            lists = TopLists.merged(self.ranks.gather(lists.scores), self.ranks.gather(lists.docs))
+        n_documents, n_near = totals.tolist()
+        better, tied, ahead = counts.clone()
+        return Ranking(better, tied, ahead, lists.scores.clone(), lists.docs.clone(), n_documents, n_near)
+
+    def _tile(
+        self, queries: slice, shortlist: Shortlist, positions: Tensor, tile: Vectors, first: int, has_bad: bool
+    ) -> None:
+        scores = self._screen(queries, tile)
         if has_bad:
             scores[:, tile.bad] = -torch.inf
         if self.exclude is not None:
-            scores[self.exclude[q0:q1, None] == positions[None, :]] = -torch.inf
-        short = -scores.shape[1] % GROUP
-        padded = functional.pad(scores, (0, short), value=-torch.inf) if short else scores
-        groups = padded.view(q1 - q0, -1, GROUP)
-        peaks = groups.amax(dim=2)
-        first, last = self.starts[q0], self.starts[q1]
-        if last > first:
-            self._count(slice(first, last), q0, groups, peaks, positions, tile)
-        self._find_candidates(q0, q1, d0, scores, groups, peaks, tile)
+            scores[self.exclude[queries, None] == positions[None, :]] = -torch.inf
+        groups, peaks = group_peaks(scores)
+        self._count(queries, groups, peaks, tile, first=first)
+        slack = self._slack(self.queries.scale[queries], self.longest)
+        shortlist.offer(scores, groups, peaks, slack, first=first)
 
-    def _screen(self, q0: int, q1: int, tile: Vectors) -> Tensor:
+    def _screen(self, queries: slice, tile: Vectors) -> Tensor:
         """Returns fp32 [queries, documents] that order documents as their scores do, within `_slack`."""
-        scores = self.queries.rows[q0:q1] @ tile.rows.T
+        scores = self.queries.rows[queries] @ tile.rows.T
         return scores - tile.scale**2 / 2 if self.similarity == "euclidean" else scores
 
     def _slack(self, query_scale: Tensor, longest: Tensor) -> Tensor:
@@ -181,29 +225,42 @@ class _Pass:
             return scores
         return ((self.queries.scale[query].double() ** 2 - scores.double() ** 2) / 2).to(torch.float32)
 
-    def _count(self, part: slice, q0: int, groups: Tensor, peaks: Tensor, positions: Tensor, tile: Vectors) -> None:
+    def _count(self, queries: slice, groups: Tensor, peaks: Tensor, tile: Vectors, *, first: int) -> None:
+        """Counts what stands clearly above a target, and notes what stands too near to tell."""
+        part = slice(self.starts[queries.start], self.starts[queries.stop])
+        if part.stop == part.start:
+            return
+        n = len(tile.scale)
         query, goal = self.targets.query[part], self.goal[part]
         slack = self._slack(self.queries.scale[query], tile.scale.max())
         screened = self._screened(goal, query)
         low, high = screened - slack, screened + slack
         unusable = goal == -torch.inf  # every document that can be ranked stands above it
         low, high = low.masked_fill(unusable, -torch.inf), high.masked_fill(unusable, -torch.inf)
-        line, group = torch.nonzero(peaks[query - q0] >= low[:, None], as_tuple=True)
+        line, group = torch.nonzero(peaks.index_select(0, query - queries.start) >= low[:, None], as_tuple=True)
+        flat = groups.reshape(-1, GROUP)
         for at in chunks(len(line), GROUP):
             t, g = line[at], group[at]
-            scores = groups[query[t] - q0, g]
+            scores = flat.index_select(0, (query[t] - queries.start) * groups.shape[1] + g)
             above = scores > high[t, None]
             self.better.index_add_(0, part.start + t, above.sum(dim=1))
             pair, column = torch.nonzero(~above & (scores >= low[t, None]), as_tuple=True)
             docs = g[pair] * GROUP + column
-            inside = docs < len(positions)  # unusable targets see the padding too
-            self._decide(part.start + t[pair[inside]], docs[inside], positions, tile)
+            inside = docs < n  # unusable targets see the padding too
+            self.undecided.append((part.start + t[pair[inside]], first + docs[inside]))
+            self.n_undecided += int(inside.sum())
 
-    def _decide(self, rows: Tensor, docs: Tensor, positions: Tensor, tile: Vectors) -> None:
-        """Adds the near pairs (target, document of the tile) to the counts by canonical score."""
+    def _decide(self, positions: Tensor, block: Rows) -> None:
+        """Adds the near pairs (target, document of the block) to the counts by canonical score."""
+        if not self.undecided:
+            return
+        rows, docs = (torch.cat(column) for column in zip(*self.undecided, strict=True))
+        self.undecided, self.n_undecided = [], 0
+        order = rows.argsort(stable=True)
+        rows, docs = rows[order], docs[order]
         self.n_near += len(rows)
         query, place = self.targets.query[rows], positions[docs]
-        value = self._pair_scores(query, docs, tile)
+        value = pair_scores(self.queries, query, block, docs, self.similarity)
         if self.exclude is not None:
             value = value.masked_fill(self.exclude[query] == place, torch.nan)
         goal = self.goal[rows]
@@ -214,92 +271,23 @@ class _Pass:
             greater = self.id_order[place] > self.id_order[self.targets.doc[rows]]
             self.ahead.index_add_(0, rows, (equal & greater).long())
 
-    def _pair_scores(self, query: Tensor, docs: Tensor, tile: Vectors) -> Tensor:
-        """Returns the canonical score of each pair (query, document of the tile): float32 [p].
-
-        Many pairs of few queries, as a collapsed model makes them, go through a float64 product first: where its
-        error cannot move the rounded value, that value is the canonical one; the others are summed in order.
-        """
-        value = torch.empty(len(query), dtype=torch.float32, device=query.device)
-        unsure = torch.arange(len(query), device=query.device)
-        rows, line = torch.unique_consecutive(query, return_inverse=True)
-        if self.similarity != "euclidean" and len(query) > DENSE_SHARE * len(rows) * len(tile.rows):
-            wide = (self.queries.rows[rows].double() @ tile.rows.double().T)[line, docs]
-            error = 2**-52 * tile.rows.shape[1] * self.queries.scale[query].double() * tile.scale[docs].double()
-            value = (wide - error).to(torch.float32)
-            unsure = torch.nonzero(value != (wide + error).to(torch.float32)).squeeze(1)
-        for part in chunks(len(unsure), tile.rows.shape[1]):
-            pair = unsure[part]
-            value[pair] = canonical_scores(self.queries.rows[query[pair]], tile.rows[docs[pair]], self.similarity)
-        return value.masked_fill(tile.bad[docs], -torch.inf)
-
-    def _find_candidates(
-        self, q0: int, q1: int, d0: int, scores: Tensor, groups: Tensor, peaks: Tensor, tile: Vectors
-    ) -> None:
-        """Notes the documents of a tile that may enter a list; ``d0`` is the place of the tile in its block."""
-        self.longest = torch.maximum(self.longest, tile.scale.max())
-        slack = self._slack(self.queries.scale[q0:q1], self.longest)
-        floor = self.screen[q0:q1, -1] - 2 * slack
-        row, group = torch.nonzero(peaks >= floor[:, None], as_tuple=True)
-        if len(row) <= SPARSE_SHARE * peaks.numel():
-            for at in chunks(len(row), GROUP):
-                r, g = row[at], group[at]
-                values = groups[r, g]
-                # Padding, unusable and excluded documents hold -inf: it reaches the floor of a list that is not full.
-                pair, column = torch.nonzero((values >= floor[r, None]) & (values > -torch.inf), as_tuple=True)
-                self._wait(q0, r[pair], values[pair, column], d0 + g[pair] * GROUP + column)
-            return
-        n = scores.shape[1]
-        values, docs = torch.topk(scores, min(self.k + TOP_SLACK, n), dim=1)
-        if self.k < n:  # documents this far below the k-th of the tile cannot enter the list
-            floor = torch.maximum(floor, values[:, self.k - 1] - 2 * slack)
-        open_rows = torch.nonzero((values[:, -1] >= floor) & (values.shape[1] < n)).squeeze(1)
-        inside = values >= floor[:, None]
-        inside[open_rows] = False
-        row, column = torch.nonzero(inside, as_tuple=True)
-        self._wait(q0, row, values[row, column], d0 + docs[row, column])
-        if len(open_rows):  # more equals than the slack holds: look at the whole rows
-            row, column = torch.nonzero(scores[open_rows] >= floor[open_rows, None], as_tuple=True)
-            row = open_rows[row]
-            self._wait(q0, row, scores[row, column], d0 + column)
-
-    def _wait(self, q0: int, row: Tensor, value: Tensor, docs: Tensor) -> None:
-        """Notes candidates (row of the query tile, screened score, document of the block) and raises the floor."""
+    def _settle(self, queries: slice, shortlist: Shortlist, positions: Tensor, block: Rows) -> None:
+        """Moves the candidates that are still in reach into the lists, by canonical score."""
+        row, docs = shortlist.take(self._slack(self.queries.scale[queries], self.longest))
         if not len(row):
             return
-        order = row.argsort(stable=True)
-        row, value, docs = row[order], value[order], docs[order]
-        self.n_waiting += len(row)
-        self.waiting.setdefault(q0, []).append((q0 + row, value, docs))
-        rows, line, column, width = by_row(row)
-        fresh = torch.full((len(rows), width), -torch.inf, device=value.device)
-        fresh[line, column] = value
-        best = torch.cat([self.screen[q0 + rows], fresh], dim=1)
-        self.screen[q0 + rows] = torch.topk(best, self.k, dim=1).values
+        query, place = queries.start + row, positions[docs]
+        self.lists.offer(query, pair_scores(self.queries, query, block, docs, self.similarity), place)
 
-    def _settle_all(self, positions: Tensor, block: Vectors) -> None:
-        for q0 in list(self.waiting):
-            self._settle(q0, positions, block)
-        self.n_waiting = 0
 
-    def _settle(self, q0: int, positions: Tensor, block: Vectors) -> None:
-        """Moves the candidates of a query tile that are still in reach into the lists, by canonical score."""
-        query, value, docs = (torch.cat(column) for column in zip(*self.waiting.pop(q0), strict=True))
-        slack = self._slack(self.queries.scale[query], self.longest)
-        kept = torch.nonzero(value >= self.screen[query, -1] - 2 * slack).squeeze(1)
-        kept = kept[query[kept].argsort(stable=True)]
-        query, docs = query[kept], docs[kept]
-        place = positions[docs]
-        if self.exclude is not None:
-            here = self.exclude[query] != place
-            query, docs, place = query[here], docs[here], place[here]
-        if len(query):
-            self.lists.offer(query, self._pair_scores(query, docs, block), place)
-
-    def result(self) -> Ranking:
-        return Ranking(
-            self.better, self.tied, self.ahead, self.lists.scores, self.lists.docs, self.n_documents, self.n_near
-        )
+def _tile_shape(device: torch.device, n_queries: int) -> tuple[int, int]:
+    """Returns how many queries and documents are scored at a time."""
+    if device.type != "cuda":
+        return QUERY_TILE, DOCUMENT_TILE
+    free, _ = torch.cuda.mem_get_info(device)
+    queries = max(1, min(n_queries, 2_048))
+    documents = min(free // DEVICE_SHARE, DEVICE_TILE) // (4 * queries)
+    return queries, max(GROUP, documents // GROUP * GROUP)
 
 
 def _refuse_other_width(queries: Vectors, documents: Vectors) -> None:

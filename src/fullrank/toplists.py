@@ -3,6 +3,8 @@
 Promise: score descending, position ascending, whatever the order in which documents were offered.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,17 @@ class TopLists:
         self.k = k
         self.scores = torch.full((q, k), -torch.inf, dtype=torch.float32, device=device)
         self.docs = torch.full((q, k), -1, dtype=torch.int64, device=device)
+
+    @classmethod
+    def merged(cls, scores: Sequence[Tensor], docs: Sequence[Tensor]) -> "TopLists":
+        """Returns the lists of the documents of several lists [q, k] for the same queries."""
+        q, k = scores[0].shape
+        lists = cls(q, k, scores[0].device)
+        for part_scores, part_docs in zip(scores, docs, strict=True):
+            row, column = torch.nonzero(part_docs >= 0, as_tuple=True)
+            if len(row):
+                lists.offer(row, part_scores[row, column], part_docs[row, column])
+        return lists
 
     def offer(self, query: Tensor, value: Tensor, place: Tensor) -> None:
         """Merges candidates into the lists: (query, score, position), [p] each, queries ascending."""
