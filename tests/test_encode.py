@@ -366,7 +366,7 @@ def test_the_order_of_texts_is_kept_for_any_batch(batch_tokens, tiny_bert, tiny_
     index = np.random.default_rng(0).permutation(len(TEXTS))[:15]
     done = []
     with torch.no_grad():
-        found = encode_tokens(how, store, index, batch_tokens=batch_tokens, on_progress=done.append)
+        found = encode_tokens(how, store, index, batch_tokens=batch_tokens, on_batch=lambda n, *_: done.append(n))
     close(found, expected[torch.from_numpy(index)])
     assert sum(done) == 15
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fullrank import GoldenSet, Result, evaluate, evaluate_embeddings, evaluate_run, load_golden, measure
+from fullrank import GoldenSet, Result, anytime, evaluate, evaluate_embeddings, evaluate_run, load_golden
 from fullrank._errors import DataError, EvaluationError, FullrankError, NonFiniteError, SettingError
 from fullrank.encode import as_encoder
-from fullrank.evaluate import EvaluationPlan
+from fullrank.plan import EvaluationPlan
 
 RULES = ("expected", "worst", "trec")
 MANY = [
@@ -150,7 +150,7 @@ def test_case_6_lists_do_not_depend_on_chunks(monkeypatch):
     golden = golden_of(7, {"q": {"d3": 1}})
     documents = rows([0.5], [0.9], [0.9], [0.1], [0.9], [0.5], [0.2])
     for size in range(1, 8):
-        monkeypatch.setattr("fullrank.measure.BLOCK", size)
+        monkeypatch.setattr("fullrank.anytime.BLOCK", size)
         for k, top in ((3, "d1 d2 d4"), (5, "d1 d2 d4 d0 d5"), (7, "d1 d2 d4 d0 d5 d6 d3")):
             result = evaluate_embeddings(rows([1.0]), documents, golden, similarity="dot", list_length=k)
             assert " ".join(d for d, _ in result.hits["q"]) == top
@@ -326,7 +326,7 @@ def test_arrays_tensors_and_memory_maps_give_the_same(tmp_path, monkeypatch):
     read_only = np.memmap(tmp_path / "rows", np.float32, "r", shape=documents.shape)
     frozen = documents.copy()
     frozen.flags.writeable = False
-    monkeypatch.setattr("fullrank.measure.BLOCK", 7)
+    monkeypatch.setattr("fullrank.anytime.BLOCK", 7)
     for q, d in (
         (torch.from_numpy(queries), torch.from_numpy(documents)),
         (queries, torch.from_numpy(documents)),
@@ -527,7 +527,7 @@ class Noisy:
 
 @pytest.mark.parametrize("block", [1, 2, 8192])
 def test_equal_texts_tie_by_construction(block, monkeypatch):
-    monkeypatch.setattr("fullrank.measure.BLOCK", block)
+    monkeypatch.setattr("fullrank.anytime.BLOCK", block)
     golden = with_equal_texts()
     result = evaluate(Noisy(), golden, metrics=["recall@1", "mrr"], similarity="dot", list_length=7)
     scores = dict(result.hits["q0"])
@@ -679,7 +679,7 @@ def test_a_sentence_transformer_gives_what_its_encode_gives(tiny_st, tiny_golden
 def test_batches_and_blocks_of_any_size_give_the_same_numbers(tiny_st, tiny_golden, monkeypatch):
     expected = by_query(evaluate(tiny_st(), tiny_golden, metrics=MANY))
     for batch_tokens, block in ((1, 8192), (33, 8192), (None, 5), (64, 1)):
-        monkeypatch.setattr(measure, "BLOCK", block)
+        monkeypatch.setattr(anytime, "BLOCK", block)
         assert by_query(evaluate(tiny_st(), tiny_golden, metrics=MANY, batch_tokens=batch_tokens)) == expected
 
 

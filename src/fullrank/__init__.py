@@ -21,6 +21,7 @@ _HOME = {
     "Encoder": "encode",
     "Backbone": "encode",
     "evaluate": "evaluate",
+    "evaluate_dims": "evaluate",
     "evaluate_embeddings": "evaluate",
     "evaluate_run": "run",
     "in_batch_metrics": "in_batch",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from fullrank.encode import Backbone as Backbone
     from fullrank.encode import Encoder as Encoder
     from fullrank.evaluate import evaluate as evaluate
+    from fullrank.evaluate import evaluate_dims as evaluate_dims
     from fullrank.evaluate import evaluate_embeddings as evaluate_embeddings
     from fullrank.in_batch import in_batch_metrics as in_batch_metrics
     from fullrank.loaders import load_golden as load_golden

@@ -20,7 +20,6 @@ from fullrank.checkpoints import Evaluation, since_best
 from fullrank.comparison import Comparison, compare
 from fullrank.data import GoldenSet
 from fullrank.encode import Encoder, Precision, as_encoder
-from fullrank.evaluate import EvaluationPlan
 from fullrank.hooks import TrainerLink, foreign_checkpoints, precision_of, refuse_unfit_arguments
 from fullrank.in_batch import InBatchMonitor
 from fullrank.isolate import undisturbed
@@ -28,6 +27,7 @@ from fullrank.journal import Journal, move_aside, result_name
 from fullrank.keeper import Keeper
 from fullrank.metrics import Metric, TieRule
 from fullrank.objective import Objective, log_names, metrics_needed, named_sets
+from fullrank.plan import EvaluationPlan
 from fullrank.report import evaluation_line, say, tensorboard_layout, verdict, worst_text
 from fullrank.result import Result
 from fullrank.settings import DEFAULT_METRICS, refuse_no_count, refuse_unknown

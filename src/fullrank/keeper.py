@@ -12,10 +12,10 @@ from torch import nn
 
 from fullrank._errors import EvaluationError
 from fullrank.encode import Precision
-from fullrank.evaluate import EvaluationPlan
 from fullrank.hooks import TrainerLink
 from fullrank.isolate import undisturbed
 from fullrank.journal import result_name
+from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
 from fullrank.store import BestStore, Stored
 from fullrank.weights import load_probe, load_weights, save_probe, save_weights

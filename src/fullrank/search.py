@@ -40,6 +40,7 @@ __all__ = [
     "goals",
     "prepare",
     "rank",
+    "refuse_other_width",
 ]
 
 MARGIN = 1e-5
@@ -118,7 +119,7 @@ def rank(
 
 def goals(queries: Vectors, query: Tensor, documents: Vectors, similarity: Similarity) -> Tensor:
     """Returns float32 [m], the canonical score of each target: ``query`` int64 [m] with ``documents`` [m, d]."""
-    _refuse_other_width(queries, documents)
+    refuse_other_width(queries, documents)
     goal = torch.empty(len(query), dtype=torch.float32, device=query.device)
     for part in chunks(len(query), queries.rows.shape[1]):
         goal[part] = canonical_scores(queries.rows[query[part]], documents.rows[part], similarity)
@@ -169,7 +170,7 @@ class Pass:
             for first in range(0, len(positions), self.document_tile):
                 part = slice(first, min(first + self.document_tile, len(positions)))
                 tile = block[part]
-                _refuse_other_width(self.queries, tile)
+                refuse_other_width(self.queries, tile)
                 self.longest = torch.maximum(self.longest, tile.scale.max())
                 has_bad = bool(tile.bad.any())
                 for queries, shortlist in self.shortlists:
@@ -290,7 +291,8 @@ def _tile_shape(device: torch.device, n_queries: int) -> tuple[int, int]:
     return queries, max(GROUP, documents // GROUP * GROUP)
 
 
-def _refuse_other_width(queries: Vectors, documents: Vectors) -> None:
+def refuse_other_width(queries: Vectors, documents: Vectors) -> None:
+    """Raises `EvaluationError` where two sides have other numbers of dimensions."""
     if queries.rows.shape[1] != documents.rows.shape[1]:
         raise EvaluationError(
             f"queries have {queries.rows.shape[1]} dimensions and documents {documents.rows.shape[1]}; encode both "

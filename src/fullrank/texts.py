@@ -3,15 +3,13 @@
 Promise: each distinct text is tokenised once and encoded once an evaluation; equal texts get the same embedding.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fullrank.encode import Adapter, Backbone, Side
-from fullrank.tokens import TokenStore, encode_tokens
+from fullrank.tokens import OnBatch, TokenStore, default_batch_tokens, encode_tokens, token_batches
 
 __all__ = ["TextSide"]
 
@@ -46,19 +44,34 @@ class TextSide:
         lengths = self.lengths()[self.inverse]
         return np.lexsort((self.inverse, -lengths))
 
-    def encode(self, index: NDArray[np.int64], on_progress: Callable[[int], None] | None = None) -> Tensor:
+    def encode(self, index: NDArray[np.int64], on_batch: OnBatch | None = None) -> Tensor:
         """Returns the embeddings of the texts at the positions ``index``, each distinct text encoded once."""
         distinct, inverse = np.unique(self.inverse[index], return_inverse=True)
         if self._how is not None and self.store is not None:
-            rows = encode_tokens(
-                self._how, self.store, distinct, batch_tokens=self.batch_tokens, on_progress=on_progress
-            )
+            rows = encode_tokens(self._how, self.store, distinct, batch_tokens=self.batch_tokens, on_batch=on_batch)
         else:
             assert not isinstance(self.encoder, Backbone)  # a backbone always encodes from tokens
             rows = self.encoder.whole([self.texts[i] for i in distinct], self.side)
-            if on_progress:
-                on_progress(len(distinct))
+            if on_batch:
+                on_batch(len(distinct), 0, 0)
         return rows[torch.from_numpy(inverse.reshape(-1)).to(rows.device)]
+
+    def shares(self, index: NDArray[np.int64], n: int) -> list[NDArray[np.int64]]:
+        """Returns the positions ``index`` in ``n`` parts of like work; copies of a text stay together.
+
+        Where fullrank tokenises, the parts are whole batches: each text is encoded beside the same others as by one.
+        """
+        if n == 1:
+            return [index]
+        distinct, inverse = np.unique(self.inverse[index], return_inverse=True)
+        if self.store is None or self._how is None:
+            part_of = np.arange(len(distinct)) * n // max(1, len(distinct))
+        else:
+            part_of = np.empty(len(distinct), dtype=np.int64)
+            budget = self.batch_tokens or default_batch_tokens(self.device)
+            for i, rows in enumerate(token_batches(self.store, distinct, budget)):
+                part_of[rows] = i % n
+        return [index[part_of[inverse.reshape(-1)] == part] for part in range(n)]
 
     @property
     def n_truncated(self) -> int | None:

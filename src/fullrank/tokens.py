@@ -5,7 +5,7 @@ batch and goes on.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from fullrank._errors import EvaluationError
 
-__all__ = ["TokenStore", "Tokenised", "default_batch_tokens", "encode_tokens"]
+__all__ = ["OnBatch", "TokenStore", "Tokenised", "default_batch_tokens", "encode_tokens", "token_batches"]
 
 logger = logging.getLogger(__name__)
 
 TOKENISE_AT_ONCE = 4_096
 Features = dict[str, Any]
+OnBatch = Callable[[int, int, int], None]
+"""Called after each batch with its texts, their tokens, and the tokens with padding."""
 
 
 @dataclass(frozen=True)
@@ -104,39 +106,42 @@ def default_batch_tokens(device: torch.device) -> int:
     return 4_096 if device.type == "cpu" else 65_536
 
 
+def token_batches(store: TokenStore, index: NDArray[np.int64], budget: int) -> list[NDArray[np.int64]]:
+    """Returns places in ``index``, longest texts first, cut into batches of at most ``budget`` padded tokens.
+
+    Any choice of whole batches is cut into the same batches again: ranks that share them encode what one would.
+    """
+    lengths = store.lengths[index]
+    order = np.argsort(-lengths, kind="stable")
+    sorted_lengths, start, batches = lengths[order], 0, []
+    while start < len(order):
+        rows = max(1, int(budget // max(1, sorted_lengths[start])))
+        batches.append(order[start : start + rows])
+        start += rows
+    return batches
+
+
 def encode_tokens(
     how: Tokenised,
     store: TokenStore,
     index: NDArray[np.int64],
     *,
     batch_tokens: int | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_batch: OnBatch | None = None,
 ) -> Tensor:
     """Returns the embeddings of the texts at ``index``: [len(index), d], in that order, on the model's device."""
-    budget = batch_tokens or default_batch_tokens(how.device)
-    lengths = store.lengths[index]
-    order = np.argsort(-lengths, kind="stable")
     out: Tensor | None = None
-    for part in _batches(lengths[order], budget):
-        rows = order[part]
+    for rows in token_batches(store, index, batch_tokens or default_batch_tokens(how.device)):
         embeddings = _forward(how, store, index[rows])
         if out is None:
             out = torch.empty((len(index), embeddings.shape[1]), dtype=embeddings.dtype, device=embeddings.device)
         out[torch.from_numpy(rows).to(out.device)] = embeddings
-        if on_progress:
-            on_progress(len(rows))
+        if on_batch:
+            lengths = store.lengths[index[rows]]
+            on_batch(len(rows), int(lengths.sum()), int(lengths.max() * len(rows)))
     if out is None:
         raise EvaluationError("there is nothing to encode")
     return out
-
-
-def _batches(lengths: NDArray[np.int64], budget: int) -> Iterator[slice]:
-    """Yields slices of texts sorted by falling length, each of at most ``budget`` padded tokens (at least one text)."""
-    start = 0
-    while start < len(lengths):
-        rows = max(1, int(budget // max(1, lengths[start])))
-        yield slice(start, min(start + rows, len(lengths)))
-        start += rows
 
 
 def _forward(how: Tokenised, store: TokenStore, index: NDArray[np.int64]) -> Tensor:

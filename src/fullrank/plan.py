@@ -1,0 +1,240 @@
+"""An evaluation of one model on one golden set that can be run again and again.
+
+Promise: texts are tokenised once and equal texts encoded once; the model and the random states are left as they were;
+under ``torch.distributed`` the ranks share the work, and no embedding of a document leaves its rank.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fullrank._errors import SettingError
+from fullrank.anytime import Anytime, Documents, extend_until, values_to_beat
+from fullrank.clock import Clock
+from fullrank.competitors import hard_first, pool_positions
+from fullrank.data import GoldenSet, refuse_other_than_golden
+from fullrank.encode import Adapter, Precision, Side, at_precision, declared_prompt
+from fullrank.isolate import undisturbed
+from fullrank.measure import Measurement
+from fullrank.metrics import Metric, TieRule
+from fullrank.models import model_fingerprint
+from fullrank.outcome import OnNonfinite, Settings
+from fullrank.ranks import ALONE, Ranks, current_ranks
+from fullrank.result import Finding, Result
+from fullrank.settings import DEFAULT_METRICS, parsed, refuse_no_count
+from fullrank.texts import TextSide
+from fullrank.tokens import OnBatch
+
+__all__ = ["EvaluationPlan", "Progress"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with (phase, done, of all)."""
+
+
+@dataclass
+class EvaluationPlan:
+    """An evaluation that can be run again and again: texts are tokenised once, equal texts are encoded once.
+
+    Args:
+        encoder: from `as_encoder`.
+        golden: the golden set.
+        batch_tokens, exclude_self, distributed: see `evaluate`.
+    """
+
+    encoder: Adapter
+    golden: GoldenSet
+    batch_tokens: int | None = None
+    exclude_self: bool = False
+    distributed: bool = True
+    _sides: dict[Side, TextSide] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        refuse_other_than_golden(self.golden)
+        self.golden.require_answerable()
+        refuse_no_count("batch_tokens", self.batch_tokens, "a whole number from 1 or None")
+
+    def run(
+        self,
+        *,
+        metrics: Sequence[str | Metric] = DEFAULT_METRICS,
+        ties: TieRule = "expected",
+        precision: Precision | None = None,
+        list_length: int | None = None,
+        on_nonfinite: OnNonfinite = "raise",
+        stop_below: Mapping[str, float] | None = None,
+        pool: int | None = None,
+        competitors: Sequence[Result] = (),
+        progress: Progress | None = None,
+    ) -> Result:
+        """Returns the result for the model as it stands now; see `evaluate`."""
+        refuse_no_count("pool", pool, "a whole number of documents from 1 or None")
+        values = values_to_beat(stop_below or {})
+        session = self.anytime(
+            metrics=[*parsed(metrics), *values],
+            ties=ties,
+            precision=precision,
+            list_length=list_length,
+            on_nonfinite=on_nonfinite,
+            progress=progress,
+        )
+        first = hard_first(competitors, self.golden)
+        within = None if pool is None else pool_positions(self.golden, pool, first)
+        extend_until(session, first, values, within=within)
+        return session.result()
+
+    def run_dims(
+        self,
+        dims: Sequence[int],
+        *,
+        metrics: Sequence[str | Metric] = DEFAULT_METRICS,
+        ties: TieRule = "expected",
+        precision: Precision | None = None,
+        progress: Progress | None = None,
+    ) -> dict[int, Result]:
+        """Returns the results at each of ``dims``; see `evaluate_dims`."""
+        if not dims or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in dims):
+            raise SettingError(f"dims={dims!r} must be whole numbers from 1, for example [384, 128, 64]")
+        session = self.anytime(metrics=metrics, ties=ties, precision=precision, progress=progress, dims=dims)
+        session.extend(session.remaining)
+        return {n: session.result(n) for n in dims}
+
+    def anytime(
+        self,
+        *,
+        metrics: Sequence[str | Metric] = DEFAULT_METRICS,
+        ties: TieRule = "expected",
+        precision: Precision | None = None,
+        list_length: int | None = None,
+        on_nonfinite: OnNonfinite = "raise",
+        progress: Progress | None = None,
+        dims: Sequence[int | None] = (None,),
+    ) -> Anytime:
+        """Returns an evaluation of the model as it stands now that has seen the judged documents only.
+
+        It goes on with whatever weights the model holds when it is extended: they must be the same.
+        """
+        settings = Settings(
+            parsed(metrics), ties, self.encoder.similarity, list_length, self.exclude_self, on_nonfinite
+        )
+        ranks = current_ranks() if self.distributed else ALONE
+        clock = Clock()
+        with ranks.together(), self._undisturbed():
+            queries, documents = self._side("query", clock), self._side("document", clock)
+            everything = np.arange(len(self.golden.queries))
+            shares = queries.shares(everything, ranks.size)
+            with at_precision(precision, queries.device), clock("encode_queries"):
+                mine = shares[ranks.rank]
+                rows = queries.encode(mine, _reporter(progress, queries, clock, ranks)) if len(mine) else None
+        query_rows = _gathered(rows, shares, ranks, queries.device)
+        if too_many := [n for n in dims if n is not None and n > query_rows.shape[1]]:
+            raise SettingError(f"the model gives {query_rows.shape[1]} dimensions; {too_many[0]} cannot be kept")
+        report = _reporter(progress, documents, clock, ranks)
+
+        def encode_documents(index: NDArray[np.int64]) -> Tensor:
+            with self._undisturbed(), at_precision(precision, documents.device), clock("encode"):
+                return documents.encode(index, report)
+
+        provenance = self._provenance(precision)
+        return Anytime(
+            {n: Measurement(self.golden, settings, query_rows[:, :n], clock, ranks) for n in dims},
+            Documents(encode_documents, documents.by_length(), documents.inverse, documents.shares),
+            lambda measurement: _with_text_facts(measurement.result(provenance), self, queries, documents),
+            ranks,
+        )
+
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        model = getattr(self.encoder, "model", None)
+        return undisturbed(model if isinstance(model, nn.Module) else None)
+
+    def probe(self, n: int = 8, *, precision: Precision | None = None) -> Tensor:
+        """Returns float32 [2n, d] on the CPU: embeddings of the first ``n`` queries and documents, a fingerprint."""
+        with self._undisturbed():
+            sides = [self._side("query", Clock()), self._side("document", Clock())]
+            with at_precision(precision, sides[0].device):
+                rows = [side.encode(np.arange(min(n, len(side.inverse)))) for side in sides]
+        return torch.cat([part.detach().float().cpu() for part in rows])
+
+    def _side(self, side: Side, clock: "Clock") -> "TextSide":
+        if side not in self._sides:
+            texts = self.golden.query_texts if side == "query" else self.golden.doc_texts
+            with clock("tokenise"):
+                self._sides[side] = TextSide(self.encoder, side, texts, self.batch_tokens)
+        return self._sides[side]
+
+    def _provenance(self, precision: Precision | None) -> dict[str, Any]:
+        inner = getattr(self.encoder, "model", None)
+        return {
+            "model": _model_name(inner),
+            "model_fingerprint": model_fingerprint(inner),
+            "prompts": {side: self.encoder.prompt(side) for side in ("query", "document")},
+            "precision": precision or "as the model stands",
+            "max_length": _max_length(self.encoder),
+            "adapter": type(self.encoder).__name__,
+            "versions": {name: version(name) for name in ("fullrank", "torch", "transformers")},
+        }
+
+
+def _reporter(progress: Progress | None, side: TextSide, clock: Clock, ranks: Ranks) -> OnBatch:
+    total, done = -(-len(side.texts) // ranks.size), 0
+
+    def report(texts: int, tokens: int, padded: int) -> None:
+        nonlocal done
+        done += texts
+        clock.count("encode_queries" if side.side == "query" else "encode", texts, tokens, padded)
+        if progress is not None:
+            progress("queries" if side.side == "query" else "documents", min(done, total), total)
+
+    return report
+
+
+def _gathered(rows: Tensor | None, shares: list[NDArray[np.int64]], ranks: Ranks, device: torch.device) -> Tensor:
+    """Returns the embeddings of all queries, in order, from the share that each rank encoded."""
+    if ranks.size == 1 and rows is not None:
+        return rows
+    width = int(ranks.max(torch.tensor([0 if rows is None else rows.shape[1]])))
+    mine = torch.empty((0, width), device=device) if rows is None else rows.float()
+    parts = ranks.gather(mine)
+    out = torch.empty((sum(map(len, shares)), width), device=device)
+    for share, part in zip(shares, parts, strict=True):
+        out[torch.from_numpy(share).to(device)] = part
+    return out
+
+
+def _with_text_facts(result: Result, plan: EvaluationPlan, queries: TextSide, documents: TextSide) -> Result:
+    """Returns the result with what only the texts tell: truncated ones, prompts that were left out."""
+    counts = dict(result.counts)
+    if documents.n_truncated is not None and queries.n_truncated is not None:
+        counts |= {"n_truncated": documents.n_truncated, "n_truncated_queries": queries.n_truncated}
+    model = getattr(plan.encoder, "model", None)
+    unused = [side for side in ("query", "document") if declared_prompt(model, side) and not plan.encoder.prompt(side)]
+    findings = list(result.findings)
+    if unused:
+        findings.append(
+            Finding(
+                "prompt-unused",
+                "warning",
+                "the model declares a prompt that was not used",
+                count=len(unused),
+                examples=tuple(unused),
+                remedy="Leave query_prompt and document_prompt at None to use the model's own",
+            )
+        )
+    return replace(result, counts=counts, findings=tuple(findings))
+
+
+def _max_length(encoder: Adapter) -> int | None:
+    found = getattr(getattr(encoder, "model", None), "max_seq_length", None) or getattr(encoder, "max_length", None)
+    return found if isinstance(found, int) else None  # a static embedding has the length infinity
+
+
+def _model_name(model: object) -> str:
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", "") or getattr(config, "name_or_path", "")
+    return str(name or type(model).__name__)
