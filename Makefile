@@ -1,11 +1,12 @@
 # make demo   installs into .venv and fine-tunes a real model on a real task (about 4 minutes on 2 cores)
+# make bench  measures fullrank beside its peers, into results/
 # make test   installs into .venv and runs lint, types and tests
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint types unit clean
+.PHONY: install demo test lint types unit bench clean
 
 install: $(STAMP)
 
@@ -32,6 +33,14 @@ types: install
 
 unit: install
 	$(BIN)/python -m pytest
+
+# Each measures itself and its peers in one run and writes results/*.json: under 10 minutes on a quiet machine.
+bench: install
+	$(BIN)/python scripts/bench_search.py
+	$(BIN)/python scripts/bench_growth.py
+	$(BIN)/python scripts/bench_evaluate.py
+	$(BIN)/python scripts/bench_run.py
+	$(BIN)/python scripts/bench_device.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache
