@@ -5,7 +5,7 @@
     python scripts/bench_in_batch.py --loss cached --batch 256
 
 One model and one optimizer; the steps take turns, and which comes first changes every time, so that load on the machine
-meets both alike. Also timed: the monitor's own work, from its taps, which is less noisy than a difference of two steps.
+meets both alike. Also timed: what the monitor computes, by itself, and its share of a step; that is steadier than a difference of steps.
 Fails where the losses differ in a bit. Writes results/bench_in_batch.json.
 """
 
@@ -23,6 +23,7 @@ from fullrank import in_batch
 from fullrank.codesearch import standard_library_task
 from fullrank.demo import packaged_model
 from fullrank.in_batch import InBatchMonitor
+from fullrank.taps import text_keys
 
 TARGET = 1.02
 FLUSH_EVERY = 10  # a loss line, as the Trainer writes them
@@ -47,13 +48,17 @@ def step(loss, optimizer, features):
     return time.perf_counter() - start, value.detach()
 
 
-def own_seconds(batch, candidates, repeats=50):
-    """Returns the median of measuring one score matrix, keys of the texts aside."""
-    scores, times = torch.randn(batch, candidates), []
-    right = torch.eye(batch, candidates, dtype=torch.bool)
+def own_seconds(features, repeats=50):
+    """Returns the median of what the monitor computes in a step: keys of the texts, ranks of one score matrix."""
+    n = len(features[0]["input_ids"])
+    scores = torch.randn(n, n, device=features[0]["input_ids"].device)
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        in_batch._sums(scores, right)
+        keys = text_keys(features[1:]).flatten()
+        in_batch._sums(scores, torch.eq(keys[:, None], keys[None, :]))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -104,7 +109,8 @@ def main():
         "seconds": medians,
         "ratio_of_medians": medians["with"] / medians["without"],
         "median_of_paired_ratios": statistics.median(paired),
-        "measure_alone_seconds": own_seconds(options.batch, options.batch),
+        "own_work_seconds": (own := own_seconds(features)),
+        "own_work_share_of_a_step": own / medians["without"],
         "target_ratio": TARGET,
         "last_numbers": found,
     }

@@ -238,13 +238,14 @@ def test_where_dimensions_are_drawn_the_batches_at_the_largest_one_count(tiny_st
     model = tiny_st().eval()
     loss = losses.MatryoshkaLoss(model, make(kind, model), [32, 5, 2], n_dims_per_step=1)
     monitor = InBatchMonitor()
-    random.seed(1)
+    random.seed(5)
     single = [numbers(loss, (QUERIES, POSITIVES), model, monitor=monitor) for _ in range(12)]
     drawn = [found["in_batch_dim"] for found in single]
     assert set(drawn) == {32.0, 5.0, 2.0}
+    assert drawn[0] < 32, "the largest must not come first"
     for found in single:
         assert found == close(expected_at(kind, model, int(found["in_batch_dim"])), in_batch_dim=found["in_batch_dim"])
-    random.seed(1)
+    random.seed(5)
     for _ in range(12):
         loss(batch(model, QUERIES, POSITIVES), None)
     assert monitor.flush() == close(expected_at(kind, model, 32), in_batch_dim=32.0)
