@@ -5,8 +5,8 @@
     python scripts/bench_in_batch.py --loss cached --batch 256
 
 One model and one optimizer; the steps take turns, and which comes first changes every time, so that load on the machine
-meets both alike. Also timed: what the monitor computes, by itself, and its share of a step; that is steadier than a difference of steps.
-Fails where the losses differ in a bit. Writes results/bench_in_batch.json.
+meets both alike. Also timed: what the monitor computes, by itself, and its share of a step; that is steadier than a
+difference of steps. Fails where the losses differ in a bit. Writes results/bench_in_batch.json.
 """
 
 import argparse
