@@ -1,8 +1,10 @@
 """In-batch diagnostics: the numbers by hand and by brute force, and the taps on real losses and models."""
 
+import copy
 import gc
 import itertools
 import math
+import random
 import weakref
 
 import pytest
@@ -14,7 +16,8 @@ from torch import nn
 import fullrank
 from fullrank import in_batch_metrics
 from fullrank._errors import DataError, SettingError
-from fullrank.in_batch import InBatchMonitor, equal_texts
+from fullrank.in_batch import InBatchMonitor
+from fullrank.taps import text_keys
 
 CASE_47 = torch.tensor([[0.9, 0.2, 0.1, 0.3], [0.5, 0.4, 0.2, 0.1], [0.1, 0.2, 0.7, 0.3], [0.6, 0.7, 0.8, 0.5]])
 QUERIES = ["bal can", "dis fot gir", "hal jan kil", "lor mas bit"]
@@ -224,42 +227,74 @@ def test_the_package_exports_it():
     assert fullrank.in_batch_metrics is in_batch_metrics
 
 
-def test_equal_texts_look_under_the_mask():
+def test_equal_texts_are_equal_ids_under_the_mask():
+    def groups(*columns):
+        keys = text_keys(columns).flatten()
+        return torch.eq(keys[:, None], keys[None, :])
+
     ids = torch.tensor([[5, 6, 0], [5, 6, 9], [5, 0, 0], [5, 6, 0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0]])
     # Rows 0 and 1 read "5 6"; row 2 reads "5 0"; row 3 reads "5".
     expected = torch.eye(4, dtype=torch.bool)
     expected[0, 1] = expected[1, 0] = True
     positives = {"input_ids": ids, "attention_mask": mask}
-    assert torch.equal(equal_texts([positives]), expected)
-    assert equal_texts([{"input_ids": ids}]) is None
+    assert torch.equal(groups(positives), expected)
     # A column of negatives that is padded to another width: "5", "5 6", "7", "5 0".
     ids = torch.tensor([[5, 0, 0, 0], [5, 6, 0, 0], [7, 0, 0, 0], [5, 0, 0, 0]])
     mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]])
-    found = equal_texts([positives, {"input_ids": ids, "attention_mask": mask}])
-    assert torch.equal(found[:, :4], expected)
-    assert found[:, 4:].tolist() == [
+    found = groups(positives, {"input_ids": ids, "attention_mask": mask})
+    assert torch.equal(found[:4, :4], expected)
+    assert found[:4, 4:].tolist() == [
         [False, True, False, False],
         [False, True, False, False],
         [False, False, False, True],
         [True, False, False, False],
     ]
+    # The same texts with the padding in front are the same texts.
+    flipped = {
+        "input_ids": torch.tensor([[0, 5, 6], [9, 5, 6]]),
+        "attention_mask": torch.tensor([[0, 1, 1], [0, 1, 1]]),
+    }
+    assert bool(torch.eq(text_keys([flipped])[0], text_keys([positives])[0][0]).all())
+    # An order of tokens is part of a text.
+    turned = {"input_ids": torch.tensor([[5, 6], [6, 5]]), "attention_mask": torch.ones(2, 2, dtype=torch.int64)}
+    assert not bool(groups(turned)[0, 1])
+
+
+def test_texts_that_cannot_be_told_have_no_keys():
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert text_keys([text]).shape == (1, 2)
+    assert text_keys([{**text, "token_embeddings": torch.ones(2, 3, 4)}]) is not None
+    assert text_keys([]) is None
+    assert text_keys([{"input_ids": ids}]) is None
+    assert text_keys([text, {"input_ids": ids[:1], "attention_mask": ids[:1]}]) is None
+    assert text_keys([{**text, "pixel_values": torch.ones(2, 3)}]) is None, "two images behind one prompt are not equal"
+    assert text_keys(["a text"]) is None
+
+
+def test_keys_tell_many_texts_apart():
+    ids = torch.randint(0, 30_000, (20_000, 12), generator=torch.Generator().manual_seed(0))
+    ids[1::2] = ids[::2]
+    ids[1::2, 5] += 1 << torch.arange(10_000) % 16  # pairs that differ in one token
+    (keys,) = text_keys([{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
+    assert len(keys.unique()) == 20_000
 
 
 # ------------------------------------------------------------------------------------------------ the monitor by itself
 
 
-def test_flush_gives_means_over_batches_and_empties():
+def test_flush_gives_means_over_queries_and_empties():
     monitor = InBatchMonitor()
     assert monitor.flush() == {}
-    monitor.record(CASE_47)  # .5, .6875, 4
-    monitor.record(torch.eye(2))  # 1, 1, 2
-    monitor.record(1 - torch.eye(2))  # 0, .5, 2
+    monitor.record(CASE_47)  # 4 queries: .5, .6875, 4 candidates
+    monitor.record(torch.eye(2))  # 2 queries: 1, 1, 2
+    monitor.record(1 - torch.eye(2))  # 2 queries: 0, .5, 2
     found = monitor.flush()
     assert found == {
-        "in_batch_acc": pytest.approx(0.5),
-        "in_batch_mrr": pytest.approx((0.6875 + 1 + 0.5) / 3),
-        "in_batch_candidates": pytest.approx(8 / 3),
+        "in_batch_acc": pytest.approx((4 * 0.5 + 2 * 1 + 2 * 0) / 8),
+        "in_batch_mrr": pytest.approx((4 * 0.6875 + 2 * 1 + 2 * 0.5) / 8),
+        "in_batch_candidates": pytest.approx((4 * 4 + 2 * 2 + 2 * 2) / 8),
     }
     assert {type(value) for value in found.values()} == {float}
     assert monitor.flush() == {}
@@ -298,11 +333,21 @@ def make_loss(kind, model):
         return module.MultipleNegativesRankingLoss(model)
     if kind == "cached":
         return module.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3)
+    if kind in ("gist", "cached gist"):
+        guide = copy.deepcopy(model).eval()
+        guide[1] = type(guide[1])(32, pooling_mode="cls")
+        if kind == "gist":
+            return module.GISTEmbedLoss(model, guide, margin=-5.0)  # the guide takes nothing out
+        return module.CachedGISTEmbedLoss(model, guide, mini_batch_size=3, margin=-5.0)
+    if kind == "adaptive plain":
+        return module.AdaptiveLayerLoss(model, make_loss("plain", model))
     inner = make_loss(kind.removeprefix("matryoshka "), model)
     return module.MatryoshkaLoss(model, inner, [8, 32, 16])
 
 
 KINDS = ("plain", "cached", "matryoshka plain", "matryoshka cached")
+GUIDED = ("gist", "cached gist", "matryoshka gist", "matryoshka cached gist")
+ALL_KINDS = (*KINDS, *GUIDED, "adaptive plain")
 
 
 @pytest.mark.parametrize("columns", [(QUERIES, POSITIVES), (QUERIES, POSITIVES, NEGATIVES)], ids=["pairs", "triplets"])
@@ -321,6 +366,7 @@ def test_losses_record_what_the_embeddings_say(tiny_st, kind, columns):
         "in_batch_acc": pytest.approx(acc),
         "in_batch_mrr": pytest.approx(mrr),
         "in_batch_candidates": 4.0 * (len(columns) - 1),
+        **({"in_batch_dim": 32.0} if "matryoshka" in kind else {}),
     }
 
 
@@ -340,7 +386,7 @@ def test_matryoshka_records_the_largest_dimension_that_it_sees(tiny_st):
     assert found["in_batch_candidates"] == 8.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_one_batch_counts_once_and_several_are_averaged(tiny_st, kind):
     model = tiny_st().eval()
     monitor, loss = InBatchMonitor(), make_loss(kind, model)
@@ -352,8 +398,8 @@ def test_one_batch_counts_once_and_several_are_averaged(tiny_st, kind):
     for cut in (2, 4):
         loss(features(model, QUERIES[:cut], POSITIVES[:cut]), None)
     both = monitor.flush()
-    assert both == {name: pytest.approx((single[0][name] + single[1][name]) / 2) for name in single[0]}
-    assert both["in_batch_candidates"] == 3.0
+    assert both == {name: pytest.approx((2 * single[0][name] + 4 * single[1][name]) / 6) for name in single[0]}
+    assert both["in_batch_candidates"] == pytest.approx((2 * 2 + 4 * 4) / 6)
     assert monitor.flush() == {}
 
 
@@ -365,10 +411,10 @@ def test_a_loss_that_is_watched_twice_counts_a_batch_once(tiny_st):
     monitor.watch_loss(loss)
     loss(features(model, QUERIES, POSITIVES), None)
     loss(features(model, QUERIES[:2], POSITIVES[:2]), None)
-    assert monitor.flush()["in_batch_candidates"] == 3.0
+    assert monitor.flush()["in_batch_candidates"] == pytest.approx((4 * 4 + 2 * 2) / 6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_equal_positives_are_recognised(tiny_st, kind):
     model = tiny_st().eval()
     monitor, loss = InBatchMonitor(), make_loss(kind, model)
@@ -402,7 +448,7 @@ def test_a_hard_negative_that_is_the_positive_of_the_query_is_not_a_negative(tin
     assert (found["in_batch_acc"], found["in_batch_mrr"]) == (pytest.approx(acc), pytest.approx(mrr))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_loss_gradients_and_random_state_are_bit_equal_with_and_without(tiny_st, kind):
     outcomes = []
     for watched in (False, True):
@@ -411,6 +457,7 @@ def test_loss_gradients_and_random_state_are_bit_equal_with_and_without(tiny_st,
         if watched:
             InBatchMonitor().watch_loss(loss)
         torch.manual_seed(0)
+        random.seed(0)  # which layer AdaptiveLayerLoss takes
         value = loss(features(model, QUERIES, POSITIVES, NEGATIVES), None)
         value.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -423,7 +470,7 @@ def test_loss_gradients_and_random_state_are_bit_equal_with_and_without(tiny_st,
     assert torch.equal(bare_state, state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_nothing_is_recorded_without_gradients(tiny_st, kind):
     model = tiny_st().eval()
     monitor, loss = InBatchMonitor(), make_loss(kind, model)
@@ -435,7 +482,7 @@ def test_nothing_is_recorded_without_gradients(tiny_st, kind):
     assert monitor.flush()["in_batch_candidates"] == 4.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_no_graph_is_kept_alive(tiny_st, kind):
     model = tiny_st().eval()
     monitor, loss = InBatchMonitor(), make_loss(kind, model)
@@ -488,17 +535,6 @@ def test_losses_that_rank_nothing_in_the_batch_are_left_alone(tiny_st, name, n_c
     assert monitor.watch_loss(loss) is False
     assert torch.equal(loss(features(model, *columns), labels).detach(), bare)
     assert monitor.flush() == {}
-
-
-@pytest.mark.parametrize("name", ["GISTEmbedLoss", "CachedGISTEmbedLoss"])
-def test_guided_losses_still_work(tiny_st, name):
-    model, guide = tiny_st().eval(), tiny_st(pooling="cls").eval()
-    loss = getattr(losses(), name)(model, guide)
-    bare = loss(features(model, QUERIES, POSITIVES), None).detach()
-    monitor = InBatchMonitor()
-    watched = monitor.watch_loss(loss)
-    assert torch.equal(loss(features(model, QUERIES, POSITIVES), None).detach(), bare)
-    assert bool(monitor.flush()) is watched
 
 
 @pytest.mark.parametrize("name", ["MegaBatchMarginLoss", "GlobalOrthogonalRegularizationLoss"])

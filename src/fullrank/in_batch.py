@@ -4,16 +4,16 @@ Promise: what is measured is the score matrix that the loss has just used; no ex
 nothing synchronised with the device until the numbers are read.
 """
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fullrank._errors import DataError, SettingError
+from fullrank.taps import LossTaps
 
-__all__ = ["InBatchMonitor", "equal_texts", "in_batch_metrics"]
+__all__ = ["InBatchMonitor", "in_batch_metrics"]
 
 Ties = Literal["expected", "worst"]
 
@@ -38,77 +38,49 @@ def in_batch_metrics(
     {'acc': 0.5, 'mrr': 0.75, 'candidates': 2}
     """
     scores = torch.as_tensor(scores)
-    acc, mrr = _acc_mrr(scores, _positive_mask(scores, n_negs, positives), ties).tolist()
-    return {"acc": acc, "mrr": mrr, "candidates": scores.shape[1]}
-
-
-def equal_texts(columns: Sequence[dict[str, Any]]) -> Tensor | None:
-    """Returns bool [B, B * columns]: which documents of a batch are the same text as the positive of each query.
-
-    Args:
-        columns: the features of the positives, then those of each column of negatives. A loss sees features and no
-            texts: equal texts are equal ``input_ids`` under the mask.
-    """
-    rows = []
-    for features in columns:
-        ids, mask = features.get("input_ids"), features.get("attention_mask")
-        if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or ids.ndim != 2 or ids.shape != mask.shape:
-            return None
-        rows.append(ids.masked_fill(mask == 0, -1))  # -1 is no token id, so padding never equals a token
-    width = max(ids.shape[1] for ids in rows)
-    padded = torch.cat([functional.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in rows])
-    _, group = torch.unique(padded, dim=0, return_inverse=True)
-    return torch.eq(group[: len(rows[0]), None], group[None, :])
-
-
-# Where the losses of sentence-transformers have all embeddings of a batch in hand; other losses do not rank candidates.
-_RANKING_LOSSES: dict[str, tuple[str, Callable[[Any], list[Tensor]]]] = {
-    "MultipleNegativesRankingLoss": ("compute_loss_from_embeddings", list),
-    "CachedMultipleNegativesRankingLoss": ("calculate_loss", lambda columns: [torch.cat(list(c)) for c in columns]),
-}
+    acc, mrr = _acc_mrr(scores, _positive_mask(scores, n_negs, positives), ties)
+    return {"acc": float(acc.mean()), "mrr": float(mrr.mean()), "candidates": scores.shape[1]}
 
 
 class InBatchMonitor:
     """Collects in-batch metrics between two log lines.
 
     `watch_loss` taps the losses of sentence-transformers, `watch_model` a Hugging Face model that returns ``scores``,
-    `record` takes scores from any loop. Only forwards with gradients count.
+    `record` takes scores from any loop. Only forwards with gradients count. Queries rank the documents of the batch
+    by the similarity of the loss, before its scale and hardness penalties; the queries and further directions that a
+    loss may contrast as well are no candidates, nor are documents that a guide has taken out as false negatives.
     """
 
     def __init__(self) -> None:
-        self._sums: Tensor | None = None
-        self._batches = self._candidates = 0
-        self._equal: Tensor | None = None
-        self._depth, self._widest = 0, -1
-        self._pending: tuple[Tensor, int] | None = None
+        self._taps = LossTaps(_sums, self._add)
+        self._windows: dict[int, _Window] = {}
 
     def record(self, scores: Tensor, *, n_negs: int = 0, positives: Tensor | None = None) -> None:
         """Adds one batch; arguments as in `in_batch_metrics`."""
         with torch.no_grad():
-            values = _acc_mrr(scores.detach(), _positive_mask(scores, n_negs, positives), "expected")
-        self._add(values, scores.shape[1])
+            sums = _sums(scores.detach(), _positive_mask(scores, n_negs, positives))
+        self._add(-1, sums, scores.shape[0], None)
 
     def flush(self) -> dict[str, float]:
-        """Returns the means since the last call, as ``in_batch_acc``, ``in_batch_mrr``, ``in_batch_candidates``."""
-        if self._sums is None or not self._batches:
+        """Returns the means over all queries since the last call, and forgets them.
+
+        Keys: ``in_batch_acc``, ``in_batch_mrr``, ``in_batch_candidates`` (documents that a query ranked), and with a
+        MatryoshkaLoss ``in_batch_dim``, the dimension of the embeddings: where it draws dimensions, the numbers are of
+        the batches at the largest one it drew since the last call. In a distributed run: of this process's queries.
+        """
+        windows, self._windows = list(self._windows.values()), {}
+        if not windows:
             return {}
-        acc, mrr = (self._sums / self._batches).tolist()
-        out = {"in_batch_acc": acc, "in_batch_mrr": mrr, "in_batch_candidates": self._candidates / self._batches}
-        self._sums, self._batches, self._candidates = None, 0, 0
-        return out
+        n_queries = sum(window.n_queries for window in windows)
+        totals = (window.sums.tolist() for window in windows)
+        acc, mrr, candidates = (sum(column) / n_queries for column in zip(*totals, strict=True))
+        out = {"in_batch_acc": acc, "in_batch_mrr": mrr, "in_batch_candidates": candidates}
+        dims = [window.dim for window in windows if window.dim is not None]
+        return {**out, "in_batch_dim": float(max(dims))} if dims else out
 
     def watch_loss(self, loss: nn.Module) -> bool:
         """Taps the loss and those inside it; returns whether one of them ranks candidates within the batch."""
-        tapped = False
-        for module in loss.modules():
-            for name, (method, columns_of) in _RANKING_LOSSES.items():
-                if any(base.__name__ == name for base in type(module).__mro__):
-                    self._tap(module, method, columns_of)
-                    tapped = True
-                    break
-        if tapped:
-            self._scope(loss)
-        return tapped
+        return self._taps.watch(loss)
 
     def watch_model(self, model: nn.Module) -> None:
         """Reads ``scores`` ([B, B * (1 + K)], positives at column i * (1 + K)) from what ``model`` returns."""
@@ -123,50 +95,21 @@ class InBatchMonitor:
 
         model.register_forward_hook(hook)
 
-    def _tap(self, module: nn.Module, name: str, columns_of: Callable[[Any], list[Tensor]]) -> None:
-        inner, similarity = getattr(module, name), module.similarity_fct
+    def _add(self, source: int, sums: Tensor, n_queries: int, dim: int | None) -> None:
+        window = self._windows.get(source)
+        if window is None or (dim or 0) > (window.dim or 0):
+            self._windows[source] = _Window(sums, n_queries, dim)
+        elif dim == window.dim:
+            self._windows[source] = _Window(window.sums + sums, window.n_queries + n_queries, dim)
 
-        def tapped(embeddings: Any, *args: Any, **options: Any) -> Any:
-            if torch.is_grad_enabled():
-                self._see(columns_of(embeddings), similarity)
-            return inner(embeddings, *args, **options)
 
-        setattr(module, name, tapped)
+@dataclass(frozen=True)
+class _Window:
+    """Sums of one loss since the last log line; they stay on the device until they are read."""
 
-    def _see(self, columns: list[Tensor], similarity: Any) -> None:
-        """Keeps the metrics of the widest embeddings of a batch: MatryoshkaLoss calls once for each dimension."""
-        if len(columns) < 2 or columns[0].shape[1] <= self._widest:
-            return
-        with torch.no_grad():
-            queries, documents = columns[0].detach(), torch.cat([c.detach() for c in columns[1:]])
-            scores = similarity(queries, documents)
-            mask = _positive_mask(scores, 0, None)
-            if self._equal is not None and self._equal.shape == mask.shape:
-                mask |= self._equal
-            self._widest = columns[0].shape[1]
-            self._pending = (_acc_mrr(scores, mask, "expected"), scores.shape[1])
-
-    def _scope(self, loss: nn.Module) -> None:
-        """Wraps ``loss.forward``, so that one batch counts once and equal positives are known."""
-        inner = loss.forward
-
-        def forward(features: Any, *args: Any, **options: Any) -> Any:
-            features = list(features)
-            self._widest, self._pending = -1, None
-            self._equal = equal_texts(features[1:]) if torch.is_grad_enabled() and len(features) > 1 else None
-            try:
-                return inner(features, *args, **options)
-            finally:
-                if self._pending is not None:
-                    self._add(*self._pending)
-                self._widest, self._pending, self._equal = -1, None, None
-
-        loss.forward = forward
-
-    def _add(self, values: Tensor, candidates: int) -> None:
-        self._sums = values if self._sums is None else self._sums + values
-        self._batches += 1
-        self._candidates += candidates
+    sums: Tensor
+    n_queries: int
+    dim: int | None
 
 
 def _positive_mask(scores: Tensor, n_negs: int, positives: Tensor | None) -> Tensor:
@@ -201,11 +144,19 @@ def _positive_mask(scores: Tensor, n_negs: int, positives: Tensor | None) -> Ten
     return mask
 
 
-def _acc_mrr(scores: Tensor, mask: Tensor, ties: Ties) -> Tensor:
-    """Returns float64 [2]: accuracy and MRR of the best-scored positive among the other documents."""
+def _sums(scores: Tensor, mask: Tensor) -> Tensor:
+    """Returns float [3], summed over the queries: accuracy, MRR, and the candidates, which are those above -inf."""
+    acc, mrr = _acc_mrr(scores, mask, "expected")
+    return torch.stack([acc.sum(), mrr.sum(), (scores != -torch.inf).sum().to(acc.dtype)])
+
+
+def _acc_mrr(scores: Tensor, mask: Tensor, ties: Ties) -> tuple[Tensor, Tensor]:
+    """Returns accuracy and MRR [B] of the best-scored positive among the other documents."""
     if ties not in ("expected", "worst"):
         raise SettingError(f"ties={ties!r} is unknown; choose expected or worst")
-    rows = scores.to(torch.float64)
+    # Comparing needs no more digits than the scores have; Apple's devices have no float64 for the values.
+    exact = torch.float32 if scores.device.type == "mps" else torch.float64
+    rows = scores if scores.is_floating_point() else scores.to(exact)
     target = rows.masked_fill(~mask, -torch.inf).amax(dim=1, keepdim=True)
     # A NaN target ranks last and a NaN competitor first: a broken batch never looks good.
     others = rows.masked_fill(torch.isnan(rows), torch.inf).masked_fill(mask, -torch.inf)
@@ -214,8 +165,8 @@ def _acc_mrr(scores: Tensor, mask: Tensor, ties: Ties) -> Tensor:
     better = torch.where(torch.isnan(target[:, 0]), (~mask).sum(dim=1), better)
     if ties == "worst":
         better, tied = better + tied - 1, torch.ones_like(tied)
-    acc = torch.where(better == 0, 1 / tied.double(), 0.0)
-    ranks = torch.arange(1, scores.shape[1] + 1, dtype=torch.float64, device=scores.device)
+    acc = torch.where(better == 0, 1 / tied.to(exact), 0.0)
+    ranks = torch.arange(1, scores.shape[1] + 1, dtype=exact, device=scores.device)
     harmonic = torch.cat([ranks.new_zeros(1), (1 / ranks).cumsum(0)])
-    mrr = torch.where(tied == 1, 1 / (better + 1).double(), (harmonic[better + tied] - harmonic[better]) / tied)
-    return torch.stack([acc.mean(), mrr.mean()])
+    mrr = torch.where(tied == 1, 1 / (better + 1).to(exact), (harmonic[better + tied] - harmonic[better]) / tied)
+    return acc, mrr
