@@ -18,6 +18,7 @@ _HOME = {
     "Result": "result",
     "Comparison": "comparison",
     "compare": "comparison",
+    "gate": "gating",
     "Encoder": "encode",
     "Backbone": "encode",
     "evaluate": "evaluate",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fullrank.evaluate import evaluate as evaluate
     from fullrank.evaluate import evaluate_dims as evaluate_dims
     from fullrank.evaluate import evaluate_embeddings as evaluate_embeddings
+    from fullrank.gating import gate as gate
     from fullrank.in_batch import in_batch_metrics as in_batch_metrics
     from fullrank.loaders import load_golden as load_golden
     from fullrank.metrics import Metric as Metric

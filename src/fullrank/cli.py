@@ -1,7 +1,7 @@
 """The command line: thin doors to the library.
 
-Exit codes: 0 fine, 1 the answer is "no" (nothing beat the base model, a check found errors), 2 wrong input, 3 a fault
-of fullrank itself.
+Exit codes: 0 fine, 1 the answer is "no" (nothing beat the base model, a check found errors, a gate failed), 2 wrong
+input, 3 a fault of fullrank itself.
 """
 
 import sys
@@ -9,7 +9,10 @@ import traceback
 
 import typer
 
-from fullrank import cli_measure  # noqa: F401  # registers its doors
+from fullrank import (
+    cli_measure,  # noqa: F401  # registers its doors
+    cli_results,  # noqa: F401
+)
 from fullrank._errors import FullrankError
 from fullrank.doors import app
 

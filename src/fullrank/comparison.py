@@ -16,7 +16,7 @@ from fullrank.metrics import Metric
 from fullrank.result import Result
 from fullrank.stats import Interval, mean_interval, paired_p_value
 
-__all__ = ["Comparison", "Verdict", "compare"]
+__all__ = ["Comparison", "Paired", "Verdict", "compare", "compare_paired", "join", "unlike"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,25 @@ class Comparison:
     losses: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Paired:
+    """The values of one metric in two results, joined by query id.
+
+    Attributes:
+        metric: the metric.
+        ids: object [n], the queries that both have, in the order of the baseline.
+        before, after: float64 [n], their values in the baseline and in the candidate.
+    """
+
+    metric: str
+    ids: NDArray[np.object_]
+    before: NDArray[np.float64]
+    after: NDArray[np.float64]
+
+    def __getitem__(self, rows: NDArray[np.bool_]) -> "Paired":
+        return Paired(self.metric, self.ids[rows], self.before[rows], self.after[rows])
+
+
 def compare(
     baseline: Result,
     candidate: Result,
@@ -60,38 +79,54 @@ def compare(
 
     Raises:
         DataError: no common query, or the two were made on unlike data or by unlike rules (allowed with
-            ``allow_other_data=True``: then the common queries are compared).
+            ``allow_other_data=True``: then the common queries are compared), or one is a bound.
         SettingError: the metric was not computed in both.
     """
+    return compare_paired(join(baseline, candidate, metric, allow_other_data=allow_other_data), level=level, seed=seed)
+
+
+def join(baseline: Result, candidate: Result, metric: str | Metric, *, allow_other_data: bool = False) -> Paired:
+    """Returns the values of ``metric`` in both results, joined by query id; raises as `compare` does."""
     if not isinstance(baseline, Result) or not isinstance(candidate, Result):
         raise DataError("compare needs two results; read them back with fullrank.Result.load(path)")
     name = baseline.name_of(metric)
     candidate.name_of(metric)
+    if baseline.bound or candidate.bound:
+        which = "baseline" if baseline.bound else "candidate"
+        raise DataError(
+            f"the {which} is a bound: it saw only a part of the corpus, so its metrics are upper limits and no scores. "
+            "Evaluate it on the full corpus"
+        )
     place = {qid: i for i, qid in enumerate(candidate.query_ids)}
     common = [(i, place[qid]) for i, qid in enumerate(baseline.query_ids) if qid in place]
     if not common:
         raise DataError("the two results have no query in common; they cannot be compared")
-    unlike = _unlike(baseline, candidate, Metric.parse(name))
-    if unlike and not allow_other_data:
+    differing = unlike(baseline, candidate, Metric.parse(name))
+    if differing and not allow_other_data:
         raise DataError(
-            f"the two results differ in {', '.join(unlike)}: a difference between them would not be the model's. "
+            f"the two results differ in {', '.join(differing)}: a difference between them would not be the model's. "
             "Evaluate both on the same data, or pass allow_other_data=True to compare the common queries"
         )
     before, after = (np.array(rows) for rows in zip(*common, strict=True))
     ids = np.array(baseline.query_ids, dtype=object)[before]
-    difference = candidate.per_query[name][after] - baseline.per_query[name][before]
+    return Paired(name, ids, baseline.per_query[name][before], candidate.per_query[name][after])
+
+
+def compare_paired(paired: Paired, *, level: float = 0.95, seed: int = 0) -> Comparison:
+    """Returns the comparison of values that are joined already; there must be at least one."""
+    difference = paired.after - paired.before
     delta = math.fsum(difference) / len(difference)
     p_value = paired_p_value(difference, seed=seed)
     separable = p_value < 1 - level
     return Comparison(
-        name,
+        paired.metric,
         len(difference),
         delta,
         _interval(difference, level, seed),
         p_value,
         ("better" if delta > 0 else "worse") if separable else "not separable",
-        tuple(ids[difference > 0]),
-        tuple(ids[difference < 0]),
+        tuple(paired.ids[difference > 0]),
+        tuple(paired.ids[difference < 0]),
     )
 
 
@@ -107,7 +142,7 @@ def _interval(difference: NDArray[np.float64], level: float, seed: int) -> Inter
     return Interval(-most, most, level, "wilson")
 
 
-def _unlike(baseline: Result, candidate: Result, metric: Metric) -> list[str]:
+def unlike(baseline: Result, candidate: Result, metric: Metric) -> list[str]:
     """Returns what makes two results incomparable; a missing entry on either side says nothing.
 
     Without a cut-off a metric of a run is that of the list given, not of a full ranking.
