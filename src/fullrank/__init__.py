@@ -25,6 +25,8 @@ _HOME = {
     "evaluate_dims": "evaluate",
     "evaluate_embeddings": "evaluate",
     "evaluate_run": "run",
+    "mteb_task": "mteb_io",
+    "to_mteb": "mteb_io",
     "in_batch_metrics": "in_batch",
     "BestStore": "store",
     "RetrievalCallback": "callback",
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from fullrank.in_batch import in_batch_metrics as in_batch_metrics
     from fullrank.loaders import load_golden as load_golden
     from fullrank.metrics import Metric as Metric
+    from fullrank.mteb_io import mteb_task as mteb_task
+    from fullrank.mteb_io import to_mteb as to_mteb
     from fullrank.result import Finding as Finding
     from fullrank.result import Result as Result
     from fullrank.run import evaluate_run as evaluate_run

@@ -8,14 +8,16 @@ from typing import Annotated
 import typer
 
 from fullrank._errors import SettingError
+from fullrank.benchmarks import beir_sets, mteb_sets
 from fullrank.checks import read_train_pairs
+from fullrank.cli_benchmarks import How, Scorer, evaluate_sets, save_mteb
+from fullrank.data import GoldenSet
 from fullrank.doors import (
     Data,
     Metrics,
     Split,
     app,
     metric_names,
-    progress_bars,
     quiet_loading,
     refuse_unwritable,
     short_name,
@@ -23,6 +25,7 @@ from fullrank.doors import (
 from fullrank.loaders import load_golden
 from fullrank.report import comparison_table, findings_text, result_table, say
 from fullrank.settings import DEFAULT_METRICS, parsed
+from fullrank.tables import latency_text
 
 __all__ = ["check", "demo", "evaluate_model"]
 
@@ -60,39 +63,102 @@ def demo(
 @app.command(name="eval")
 def evaluate_model(
     model: Annotated[str, typer.Argument(help="Path or hub id of a SentenceTransformer.")],
-    data: Data,
+    data: Annotated[
+        str | None, typer.Option(help="BEIR folder, golden .jsonl, or hf:, ir_datasets:, mteb: source.")
+    ] = None,
+    beir: Annotated[str | None, typer.Option(help="BEIR sets by name: scifact,scidocs,fiqa.")] = None,
+    mteb: Annotated[
+        str | None,
+        typer.Option(help="MTEB tasks by name: SciFact,NQ; or Retrieval-subset: SciFact, SCIDOCS, NQ, FiQA."),
+    ] = None,
     split: Split = "test",
     metrics: Metrics = ",".join(DEFAULT_METRICS),
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: the model as it stands.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where the result goes; default: MODEL-DATA.json.")] = None,
+    ties: Annotated[
+        str | None,
+        typer.Option(help="expected, worst or trec. Default: expected; of --beir and --mteb trec, as there."),
+    ] = None,
+    exclude_self: Annotated[
+        bool, typer.Option("--exclude-self", help="With --data: a document with the id of the query is left out.")
+    ] = False,
+    beir_root: Annotated[
+        Path, typer.Option(envvar="FULLRANK_BEIR", help="Folder of BEIR sets; what is not there comes from its hub.")
+    ] = Path("beir"),
+    baseline: Annotated[
+        str | None, typer.Option(help="With --beir or --mteb: the base model, or a folder of its results.")
+    ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(help="With --baseline: exit code 1 where a set lost more NDCG@10 than this; 0.02 is 2 points."),
+    ] = None,
+    latency: Annotated[bool, typer.Option("--latency/--no-latency", help="Time up to 64 queries one by one.")] = True,
+    mteb_json: Annotated[Path | None, typer.Option(help="Folder for results in mteb's JSON form.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the result goes: MODEL-DATA.json; for many sets a folder, MODEL-sets.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON instead of a table.")] = False,
 ) -> None:
-    """Evaluate a model on a golden set: every document, every query, exact ranks.
+    """Evaluate a model on a golden set, or on BEIR and MTEB sets: every document, every query, exact ranks.
+
+    With --baseline the rule of thumb is applied: who lost more than 2 points of NDCG@10 on a general set is
+    over-specialised. Sets that cannot be loaded are named, the others go on, and the exit code is 2.
 
     Example: fullrank eval sentence-transformers/all-MiniLM-L6-v2 --data beir/scifact
     """
-    wanted = parsed(metric_names(metrics))
-    golden = load_golden(data, split)
+    if sum(source is not None for source in (data, beir, mteb)) != 1:
+        raise typer.BadParameter("give one of --data, --beir and --mteb")
+    many = data is None
+    how = How(parsed(metric_names(metrics)), ties or ("trec" if many else "expected"), precision, latency, mteb_json)
+    if data is not None:
+        if baseline is not None or max_drop is not None:
+            raise SettingError(
+                "--baseline and --max-drop go with --beir or --mteb; compare two results with fullrank gate"
+            )
+        golden = load_golden(data, split)
+        _evaluate_one(model, golden, how, split=split, exclude_self=exclude_self, out=out, as_json=as_json)
+        return
+    if exclude_self:
+        raise SettingError("--exclude-self goes with --data; --beir and --mteb follow the rule of each set")
+    code = evaluate_sets(
+        model,
+        beir_sets(metric_names(beir)) if beir is not None else mteb_sets(metric_names(mteb or "")),
+        how,
+        root=beir_root,
+        split=split,
+        out=out or Path(f"{short_name(model)}-sets"),
+        baseline=baseline,
+        max_drop=max_drop,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
+
+
+def _evaluate_one(
+    model: str, golden: GoldenSet, how: How, *, split: str, exclude_self: bool, out: Path | None, as_json: bool
+) -> None:
+    """Evaluates a model on one golden set, stores the result and prints it."""
     out = out or Path(f"{short_name(model)}-{golden.name}.json")
     refuse_unwritable(out)
-    with quiet_loading():
-        from fullrank.evaluate import evaluate
-        from fullrank.models import bare_backbone, load_sentence_transformer
-
-        network = load_sentence_transformer(model)
-    with progress_bars() as progress:
-        result = evaluate(network, golden, metrics=wanted, precision=precision, progress=progress)  # type: ignore[arg-type]
+    if how.mteb_json is not None:
+        refuse_unwritable(how.mteb_json / "result.json")
+    result = Scorer(model, how)(golden, exclude_self=exclude_self)
     path = result.save(out)
+    if how.mteb_json is not None:
+        save_mteb(result, how.mteb_json, split=split)
     if as_json:
-        say(json.dumps({"metrics": result.metrics, "counts": result.counts, "result": str(path)}))
+        body = {"metrics": result.metrics, "counts": result.counts, "timing": result.timing, "result": str(path)}
+        say(json.dumps(body))
         return
+    from fullrank.models import bare_backbone
+
     n = result.counts
     say(result_table(result, title=f"{golden.name}: {n['n_scored']:,} queries, {n['n_documents']:,} documents"))
     findings = [*result.findings, *bare_backbone(model)]
     if findings:
         say(findings_text(findings))
     rate = result.timing.get("documents_per_second", 0.0)
-    say(f"{result.timing['total']:.1f} s, {rate:,.0f} documents/s; result in {path}")
+    one = f"; one query {latency_text(result.timing)} (p50 / p95)" if how.latency else ""
+    say(f"{result.timing['total']:.1f} s, {rate:,.0f} documents/s{one}; result in {path}")
 
 
 @app.command()

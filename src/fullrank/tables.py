@@ -1,27 +1,32 @@
-"""Tables and lines of what the command line compares: two results, a gate.
+"""Tables and lines of what the command line compares: two results, a gate, a benchmark of many sets.
 
 Promise: text is a pure function of results. Ids and texts of the data stand there as they are: neither markup nor
 control characters in them reach a terminal.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from fullrank.benchmarks import Outcome, average, forgotten
 from fullrank.changes import Change, Flip
 from fullrank.gating import Check, Gate
 from fullrank.report import render
 from fullrank.result import Hit
 
 __all__ = [
+    "benchmark_table",
     "change_json",
     "changes_table",
     "flip_json",
     "flips_text",
+    "forgotten_text",
     "gate_json",
     "gate_text",
+    "latency_text",
     "plain",
 ]
 
@@ -87,6 +92,69 @@ def gate_text(gate: Gate) -> str:
     failed = ", ".join(check.metric for check in gate.checks if check.failed)
     allowed = f"allowed fall {100 * gate.max_drop:.2f} points, {gate.checks[0].comparison.n:,} queries"
     return "\n".join([*lines, f"Gate {f'FAILED: {failed}' if failed else 'passed'} ({allowed})"])
+
+
+def benchmark_table(outcomes: Sequence[Outcome], metrics: Sequence[str], *, title: str | None = None) -> str:
+    """Returns one row a set and the average; with a baseline, NDCG@10 of both and how it changed."""
+    done = [outcome for outcome in outcomes if outcome.result is not None]
+    if any(outcome.baseline is not None for outcome in done):
+        return _base_against_tuned(done, title)
+    table = _table(title, "set", "queries", "documents", *metrics)
+    for outcome in done:
+        assert outcome.result is not None  # of `done`
+        n = outcome.result.counts
+        values = [f"{outcome.result.metrics[name]:.4f}" for name in metrics]
+        table.add_row(Text(plain(outcome.benchmark.name)), f"{n['n_scored']:,}", f"{n['n_documents']:,}", *values)
+    results = [outcome.result for outcome in done if outcome.result is not None]
+    table.add_section()
+    table.add_row(f"average of {len(done)}", "", "", *(f"{average(results, name):.4f}" for name in metrics))
+    return render(table)
+
+
+def _base_against_tuned(done: Sequence[Outcome], title: str | None) -> str:
+    table = _table(title, "set", "queries", "base", "tuned", "delta (points)", "95% interval", "p", "verdict")
+    paired = [(outcome, outcome.change) for outcome in done if outcome.change is not None]
+    for outcome, change in paired:
+        low, high = change.comparison.interval
+        table.add_row(
+            Text(plain(outcome.benchmark.name)),
+            f"{change.comparison.n:,}",
+            f"{change.before:.4f}",
+            f"{change.after:.4f}",
+            f"{100 * change.comparison.delta:+.2f}",
+            f"{100 * low:+.2f} to {100 * high:+.2f}",
+            f"{change.comparison.p_value:.4f}",
+            change.comparison.verdict,
+        )
+    before, after = ([getattr(change, side) for _, change in paired] for side in ("before", "after"))
+    table.add_section()
+    mean = [math.fsum(values) / len(values) for values in (before, after)]
+    table.add_row(
+        f"average of {len(paired)}", "", f"{mean[0]:.4f}", f"{mean[1]:.4f}", f"{100 * (mean[1] - mean[0]):+.2f}"
+    )
+    return render(table)
+
+
+def forgotten_text(outcomes: Sequence[Outcome], max_drop: float) -> str:
+    """Returns the rule and which sets break it, with what to try."""
+    rule = f"more than {100 * max_drop:.2f} points of NDCG@10 lost against the baseline"
+    lost = forgotten(outcomes, max_drop)
+    if not lost:
+        return f"No set has {rule}."
+    named = ", ".join(
+        f"{plain(o.benchmark.name)} ({100 * change.comparison.delta:+.2f}, {change.comparison.verdict})"
+        for o in lost
+        if (change := o.change) is not None
+    )
+    return (
+        f"Over-specialised: {rule} on {named}. Try a lower learning rate, fewer epochs, or mix general pairs into the "
+        "training data."
+    )
+
+
+def latency_text(timing: Mapping[str, float]) -> str:
+    """Returns p50 and p95 of one query in milliseconds."""
+    return f"{timing['query_ms_p50']:.1f} / {timing['query_ms_p95']:.1f} ms"
 
 
 def change_json(change: Change | Check) -> dict[str, Any]:
