@@ -72,6 +72,10 @@ def test_the_self_match_rule_of_each_set_is_that_of_mteb():
     names = ["arguana", "climate-fever", "dbpedia-entity", "fever", "fiqa", "hotpotqa", "msmarco", "nfcorpus", "nq"]
     for benchmark in beir_sets([*names, "quora", "scidocs", "scifact", "trec-covid", "webis-touche2020"]):
         assert mteb.get_task(benchmark.task).ignore_identical_ids == benchmark.exclude_self, benchmark
+    others = ["MLQuestions", "NanoArguAnaRetrieval", "no such task"]
+    rules = [benchmark.exclude_self for benchmark in mteb_sets(others)]
+    assert rules == [*(mteb.get_task(name).ignore_identical_ids for name in others[:2]), False]
+    assert rules[0], "the sets must be able to tell"
 
 
 @pytest.mark.parametrize("names", [["../scifact"], ["/data/scifact"], [".."], ["a\\b"]])

@@ -149,6 +149,9 @@ def test_compare_of_other_data_has_to_be_asked_for(files):
     found = command("compare", "base.json", "other.json", "--allow-other-data", "--json", cwd=files)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["metrics"]["recall@1"]["n"] == 20
+    assert json.loads(found.stdout)["differs_in"] == ["data"]
+    found = command("compare", "base.json", "other.json", "--allow-other-data", cwd=files)
+    assert "warning: the two differ in data; only their common queries are compared" in found.stdout
 
 
 def test_gate_fails_with_exit_code_1_and_says_why(files):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullrank._errors import DataError, FullrankError, MissingExtraError, SettingError, first_few
+from fullrank._optional import require
 from fullrank.changes import Change, changes
 from fullrank.data import GoldenSet
 from fullrank.gating import fell_beyond
@@ -80,8 +81,13 @@ class Benchmark:
 
     @property
     def exclude_self(self) -> bool:
-        """Whether a document with the id of the query is taken out of its ranking."""
-        return self.task in _SELF_EXCLUDED
+        """Whether a document with the id of the query is taken out of its ranking, as mteb does for this task."""
+        if self.task in _TASKS.values() or not self.hub.startswith("mteb:"):
+            return self.task in _SELF_EXCLUDED
+        try:
+            return bool(require("mteb", extra="mteb").get_task(self.task).ignore_identical_ids)
+        except (MissingExtraError, KeyError, AttributeError):  # a folder of one's own that has a name like a task
+            return False
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ def evaluate_sets(
             refuse_unwritable(folder / "result.json")
     base = None if baseline is None else _baseline(baseline, benchmarks, how, out)
     scorer = Scorer(model, how)
+    from fullrank.models import bare_backbone
 
     def score(benchmark: Benchmark, golden: GoldenSet) -> Result:
         result = scorer(golden, exclude_self=benchmark.exclude_self)
@@ -134,6 +135,8 @@ def evaluate_sets(
         say(json.dumps(_as_json(outcomes, how, out, drop)))
     elif any(outcome.result is not None for outcome in outcomes):
         _print(outcomes, how, out, drop)
+        if bare := bare_backbone(model):
+            say(findings_text(bare))
     if max_drop is not None and forgotten(outcomes, max_drop):
         return 1
     return 2 if any(outcome.error for outcome in outcomes) else 0
@@ -174,7 +177,8 @@ def _print(outcomes: list[Outcome], how: How, out: Path, max_drop: float) -> Non
         say(forgotten_text(outcomes, max_drop))
     for outcome in outcomes:
         # The cut-offs that mteb's form needs were not asked for by anybody.
-        findings = [f for f in outcome.result.findings if f.kind != "vacuous-k"] if outcome.result is not None else []
+        unasked = "vacuous-k" if how.mteb_json is not None else None
+        findings = [] if outcome.result is None else [f for f in outcome.result.findings if f.kind != unasked]
         if findings:
             say(f"{outcome.benchmark.name}: {findings_text(findings)}")
     if how.latency:

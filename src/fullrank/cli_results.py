@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 from fullrank.changes import changes, changes_by_group, flips
+from fullrank.comparison import unlike
 from fullrank.data import join_title
 from fullrank.doors import Split, app
 from fullrank.gating import gate as decide
 from fullrank.loaders import load_golden
+from fullrank.metrics import Metric
 from fullrank.report import say
 from fullrank.result import Result
 from fullrank.tables import change_json, changes_table, flip_json, flips_text, gate_json, gate_text
@@ -41,6 +43,7 @@ def compare(
     """
     before, after = Result.load(base), Result.load(tuned)
     found = changes(before, after, metrics=metric or None, allow_other_data=allow_other_data)
+    differing = unlike(before, after, Metric.parse(next(iter(found))))
     groups = {name: changes_by_group(before, after, name, allow_other_data=allow_other_data) for name in found}
     first = next(iter(found))
     wins, losses = flips(before, after, first, n=n_flips, allow_other_data=allow_other_data)
@@ -50,6 +53,7 @@ def compare(
                 {
                     "base": str(base),
                     "tuned": str(tuned),
+                    "differs_in": differing,
                     "metrics": {name: change_json(change) for name, change in found.items()},
                     "groups": {n: {g: change_json(c) for g, c in by.items()} for n, by in groups.items() if by},
                     "flips": {"metric": first, "wins": [*map(flip_json, wins)], "losses": [*map(flip_json, losses)]},
@@ -59,6 +63,8 @@ def compare(
         return
     corpus = None if data is None else {d: join_title(t, d) for d, t in load_golden(data, split).corpus.items()}
     say(changes_table(found, title=f"{base} -> {tuned}"))
+    if differing:
+        say(f"warning: the two differ in {', '.join(differing)}; only their common queries are compared")
     for name, by_group in groups.items():
         if by_group:
             say(changes_table(by_group, title=f"{name} by query type", what="type"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fullrank._errors import DataError, SettingError
 from fullrank.changes import Change, changes, common_metrics
-from fullrank.comparison import Comparison
+from fullrank.comparison import Comparison, unlike
 from fullrank.metrics import Metric
 from fullrank.result import Result
 from fullrank.settings import parsed
@@ -94,6 +94,12 @@ def gate(
     names = common_metrics(baseline, candidate) if metrics is None else [str(m) for m in parsed(metrics)]
     for which, result in (("baseline", baseline), ("result", candidate)):
         _refuse_unfit(which, result, names)
+    differing = {what for name in names for what in unlike(baseline, candidate, Metric.parse(name))} - {"truncated_run"}
+    if differing:
+        raise DataError(
+            f"the two results differ in {', '.join(sorted(differing))}: gate on results of the same data, made by the "
+            "same rules"
+        )
     if bool(baseline.provenance.get("truncated_run")) != bool(candidate.provenance.get("truncated_run")):
         raise DataError(
             "one result is of a run, whose lists end somewhere, and the other of a full ranking: gate like with like"

@@ -30,6 +30,7 @@ def to_mteb(
     split: str = "test",
     subset: str = "default",
     languages: Sequence[str] = ("eng-Latn",),
+    main: str | Metric = MAIN,
 ) -> dict[str, Any]:
     """Returns ``result`` as mteb stores the result of a retrieval task; ``json.dump`` it to a file.
 
@@ -37,23 +38,21 @@ def to_mteb(
     what was evaluated. Numbers are not rounded.
 
     Args:
-        result: with ndcg@10, mteb's main score.
+        result: of an evaluation.
         task: name of the task; default: that of the golden set.
         split, subset, languages: as mteb has them.
+        main: the main score of the task; of nearly all retrieval tasks NDCG@10.
 
     Raises:
         DataError: the result is a bound.
-        SettingError: ndcg@10 was not computed, or the result has no name and none was given.
+        SettingError: ``main`` was not computed, or the result has no name and none was given.
     """
     if result.bound:
         raise DataError("a bound is no score: evaluate on the full corpus before exporting the result")
     name = task or result.provenance.get("name")
     if not name:
         raise SettingError("the result does not name its data; pass task='...'")
-    if MAIN not in result.metrics:
-        raise SettingError(
-            f"mteb's main score is {MAIN}, which was not computed; there are {', '.join(result.metrics)}"
-        )
+    result.name_of(main)
     scores: dict[str, Any] = {}
     for key, value in result.metrics.items():
         metric = Metric.parse(key)
@@ -62,7 +61,7 @@ def to_mteb(
     if "recall@1" in result.metrics:
         scores["accuracy"] = result.metrics["recall@1"]
     form = _mteb_version()
-    row = {**scores, "main_score": result.metrics[MAIN], "hf_subset": subset, "languages": list(languages)}
+    row = {**scores, "main_score": result[main], "hf_subset": subset, "languages": list(languages)}
     return {
         "dataset_revision": str(result.provenance.get("data", "unknown")),
         "task_name": str(name),
