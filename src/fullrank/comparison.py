@@ -105,7 +105,7 @@ def join(baseline: Result, candidate: Result, metric: str | Metric, *, allow_oth
     if differing and not allow_other_data:
         raise DataError(
             f"the two results differ in {', '.join(differing)}: a difference between them would not be the model's. "
-            "Evaluate both on the same data, or pass allow_other_data=True (--allow-other-data) for their common queries"
+            "Evaluate both on the same data, or pass allow_other_data=True (--allow-other-data) for common queries"
         )
     before, after = (np.array(rows) for rows in zip(*common, strict=True))
     ids = np.array(baseline.query_ids, dtype=object)[before]
