@@ -28,10 +28,10 @@ def run_mteb(model, task):
     return found.task_results[0], values
 
 
-def compare_with_mteb(model, golden):
+def compare_with_mteb(model, golden, *, exclude_self=False):
     """Asserts that every metric of every query is that of mteb, and returns both."""
-    task_result, values = run_mteb(model, mteb_task(golden))
-    result = evaluate(model, golden, metrics=MTEB_METRICS, ties="trec", list_length=10)
+    task_result, values = run_mteb(model, mteb_task(golden, exclude_self=exclude_self))
+    result = evaluate(model, golden, metrics=MTEB_METRICS, ties="trec", list_length=10, exclude_self=exclude_self)
     assert set(values) == set(result.query_ids)
     for name, per_query in result.per_query.items():
         kind, _, k = name.partition("@")
@@ -77,6 +77,21 @@ def test_graded_judgements_ties_and_prompts(tiny_st, graded, options):
     result, _ = compare_with_mteb(tiny_st(**options), graded)
     assert result.counts["n_unanswerable"] == 1
     assert result.counts["n_tied"] >= 1, "equal texts must tie"
+
+
+def test_the_self_match_rule_of_mteb(tiny_st, tiny_golden):
+    """Queries that are documents themselves, as in ArguAna: the document of the same id is no answer."""
+    clashing = {q: f"d{i}" for i, q in enumerate(tiny_golden.queries)}
+    assert not any(clashing[q] in tiny_golden.qrels[q] for q in clashing), "the data must allow it"
+    golden = GoldenSet(
+        {clashing[q]: text for q, text in tiny_golden.queries.items()},
+        tiny_golden.corpus | {clashing[q]: text for q, text in tiny_golden.queries.items()},
+        {clashing[q]: grades for q, grades in tiny_golden.qrels.items()},
+        name="self",
+    )
+    with_self, _ = compare_with_mteb(tiny_st(), golden)
+    without, _ = compare_with_mteb(tiny_st(), golden, exclude_self=True)
+    assert without["ndcg@10"] > with_self["ndcg@10"], "the rule must make a difference"
 
 
 def test_a_real_model_on_a_real_collection(minilm, shared_data):

@@ -80,6 +80,7 @@ def mteb_task(
     name: str | None = None,
     split: str = "test",
     languages: Sequence[str] = ("eng-Latn",),
+    exclude_self: bool = False,
     description: str = "A golden set of fullrank.",
 ) -> Any:
     """Returns ``golden`` as an mteb retrieval task: ``mteb.evaluate(model, tasks=[mteb_task(golden)])``.
@@ -91,6 +92,8 @@ def mteb_task(
         golden: the golden set.
         name: of the task; default: that of the golden set.
         split, languages, description: metadata of the task.
+        exclude_self: a document with the id of the query does not count (``ignore_identical_ids``), see
+            `fullrank.evaluate`.
 
     Raises:
         MissingExtraError: mteb is not installed.
@@ -126,8 +129,8 @@ def mteb_task(
         self.dataset = {"default": {split: parts}}
         self.data_loaded = True
 
-    base = tasks.AbsTaskRetrieval
-    return type("GoldenTask", (base,), {"metadata": metadata, "load_data": load_data, "__doc__": description})()
+    body = {"metadata": metadata, "load_data": load_data, "ignore_identical_ids": exclude_self, "__doc__": description}
+    return type("GoldenTask", (tasks.AbsTaskRetrieval,), body)()
 
 
 def _qrels(golden: GoldenSet) -> dict[str, dict[str, int]]:

@@ -88,7 +88,7 @@ class Result:
         queries: ``{query id: text}``; empty where only embeddings or a run were given.
         groups: ``{query id: query type}``.
         relevant_from: the smallest grade that counts as relevant.
-        timing: seconds by phase, documents/s, queries/s.
+        timing: seconds by phase, documents/s, queries/s; of `fullrank eval` also p50 and p95 of one query in ms.
         provenance: fingerprint of the data, model, prompts, similarity, precision, versions.
         findings: what stood out.
         tie_rate: mean share of the other documents that tie with a judged one; 1.0 where all embeddings are equal.
