@@ -381,6 +381,7 @@ def test_latency_ties_and_mteb_json_of_one_golden_set(run, here, root, model_fol
         (("--beir", "scifact", "--max-drop", "0.02"), "--max-drop needs a --baseline to fall behind"),
         (("--beir", "scifact", "--baseline", ".", "--max-drop", "2"), "max_drop=2.0 must be at least 0 and below 1"),
         (("--beir", "scifact", "--baseline", "."), "--baseline . holds neither a model nor a result of these sets"),
+        (("--beir", "scifact", "--baseline", ".", "--out", "."), "--baseline and --out are both .: the new results"),
         (("--beir", "../x"), "are paths; sets are named"),
         (("--beir", ","), "no sets are named"),
         (("--data", "x", "--baseline", "y"), "--baseline and --max-drop go with --beir or --mteb"),

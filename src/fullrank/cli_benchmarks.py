@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def evaluate_sets(
         refuse_no_margin(max_drop)
         if baseline is None:
             raise SettingError("--max-drop needs a --baseline to fall behind")
-    how = How(wanted_metrics(how.metrics), how.ties, how.precision, how.latency, how.mteb_json)
+    how = replace(how, metrics=wanted_metrics(how.metrics))
     for folder in (out, how.mteb_json):
         if folder is not None:
             refuse_unwritable(folder / "result.json")
@@ -149,18 +150,22 @@ def save_mteb(result: Result, folder: Path, *, task: str | None = None, split: s
     return write_atomically(folder / f"{name}.json", json.dumps(body, indent=2) + "\n")
 
 
-def _baseline(source: str, benchmarks: list[Benchmark], how: How, out: Path) -> Any:
+def _baseline(
+    source: str, benchmarks: list[Benchmark], how: How, out: Path
+) -> Callable[[Benchmark, GoldenSet], Result]:
     """Returns what gives the baseline of a set: stored results, or another model that is evaluated beside this one."""
     folder = Path(source).expanduser()
     is_model = any((folder / name).is_file() for name in ("modules.json", "config.json", "adapter_config.json"))
     if folder.is_dir() and not is_model:
+        if folder.resolve() == out.resolve():
+            raise SettingError(f"--baseline and --out are both {source}: the new results would replace the baseline's")
         if stored_results(folder, benchmarks) is None:
             raise SettingError(
                 f"--baseline {source} holds neither a model nor a result of these sets; expected "
                 f"{', '.join(b.name + '.json' for b in benchmarks)} as an earlier `fullrank eval --out` wrote them"
             )
         return lambda benchmark, golden: Result.load(folder / f"{benchmark.name}.json")
-    scorer = Scorer(source, How(how.metrics, how.ties, how.precision, latency=False))
+    scorer = Scorer(source, replace(how, latency=False, mteb_json=None))
 
     def score(benchmark: Benchmark, golden: GoldenSet) -> Result:
         result = scorer(golden, exclude_self=benchmark.exclude_self)

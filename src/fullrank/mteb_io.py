@@ -83,10 +83,11 @@ def mteb_task(
     exclude_self: bool = False,
     description: str = "A golden set of fullrank.",
 ) -> Any:
-    """Returns ``golden`` as an mteb retrieval task: ``mteb.evaluate(model, tasks=[mteb_task(golden)])``.
+    """Returns ``golden`` as an mteb retrieval task: ``mteb.evaluate(model, tasks=[mteb_task(golden)], cache=None)``.
 
     Queries without an answer are left out: mteb would count them as 0. ``dataset_revision`` is the fingerprint of the
-    data, so that mteb's cache does not answer for other data.
+    data, so that mteb's cache does not answer for other data. It does answer for other models, where they were loaded
+    from a folder: all of them have one name there. Hence ``cache=None``.
 
     Args:
         golden: the golden set.
@@ -100,7 +101,7 @@ def mteb_task(
         DataError: grades that are no whole numbers, or a threshold of relevance other than 1, which mteb cannot hold.
 
     >>> import mteb  # doctest: +SKIP
-    >>> mteb.evaluate(model, tasks=[mteb_task(golden)]).task_results[0].main_score  # doctest: +SKIP
+    >>> mteb.evaluate(model, tasks=[mteb_task(golden)], cache=None).task_results[0].main_score  # doctest: +SKIP
     """
     refuse_other_than_golden(golden)
     golden.require_answerable()
