@@ -22,6 +22,7 @@ __all__ = ["N_TIMED", "query_latency", "sampled", "with_latency"]
 
 N_TIMED = 64
 N_WARM_UP = 3
+_CPU = torch.device("cpu")
 
 
 def query_latency(
@@ -43,7 +44,7 @@ def query_latency(
     texts = sampled(queries, n)
     model = getattr(encoder, "model", None)
     with undisturbed(model if isinstance(model, nn.Module) else None):
-        encode_one, device = _way(encoder, texts[0])
+        encode_one, device = _way(encoder)
         with at_precision(precision, device):
             for text in texts[:N_WARM_UP]:
                 encode_one(text).cpu()
@@ -68,14 +69,15 @@ def sampled(texts: Sequence[str], n: int) -> list[str]:
     return [texts[i] for i in index]
 
 
-def _way(encoder: Adapter, probe: str) -> tuple[Callable[[str], Tensor], torch.device]:
+def _way(encoder: Adapter) -> tuple[Callable[[str], Tensor], torch.device]:
     """Returns (text to embedding, device). Whether the fast path fits is found out once, not for every text."""
     how = encoder.tokenised("query")
     if how is not None:
         prompt, one = encoder.prompt("query"), np.arange(1)
         return (lambda text: encode_tokens(how, how.store([prompt + text]), one)), how.device
     assert not isinstance(encoder, Backbone)  # a backbone always encodes from tokens
-    return (lambda text: encoder.whole([text], "query")), encoder.whole([probe], "query").device
+    device = getattr(getattr(encoder, "model", None), "device", None)
+    return (lambda text: encoder.whole([text], "query")), device if isinstance(device, torch.device) else _CPU
 
 
 def _timed(encode_one: Callable[[str], Tensor], text: str) -> float:
