@@ -95,9 +95,9 @@ def test_the_self_match_rule_of_mteb(tiny_st, tiny_golden):
 
 
 def test_a_real_model_on_a_real_collection(minilm, shared_data):
-    """A slice of Cranfield, graded: 100 documents, 20 queries that have an answer among them."""
+    """A slice of Cranfield, graded: the beginnings of 100 documents, 20 queries that have an answer among them."""
     whole = load_golden(shared_data / "cranfield")
-    corpus = dict(list(whole.corpus.items())[:100])
+    corpus = {doc_id: text[:400] for doc_id, text in list(whole.corpus.items())[:100]}
     qrels = {q: {d: g for d, g in grades.items() if d in corpus} for q, grades in whole.qrels.items()}
     kept = [q for q, grades in qrels.items() if any(g > 0 for g in grades.values())][:20]
     golden = GoldenSet({q: whole.queries[q] for q in kept}, corpus, {q: qrels[q] for q in kept}, name="slice")
