@@ -27,9 +27,11 @@ ABOVE_TORCH = [
     "loaders",
     "clock",
     "competitors",
+    "labelling",
     "run",
     "benchmarks",
     "mteb_io",
+    "abstention",
     "report",
     "tables",
     "objective",
@@ -37,6 +39,11 @@ ABOVE_TORCH = [
     "checkpoints",
     "journal",
     "store",
+    "runfolder",
+    "figures",
+    "pagerows",
+    "pagedata",
+    "page",
     "codesearch",
 ]
 BELOW_TORCH = [
@@ -67,6 +74,8 @@ BELOW_TORCH = [
     "cli_benchmarks",
     "cli_measure",
     "cli_results",
+    "cli_golden",
+    "cli_report",
     "cli",
     "__main__",
 ]

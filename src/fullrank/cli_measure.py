@@ -22,6 +22,7 @@ from fullrank.doors import (
     refuse_unwritable,
     short_name,
 )
+from fullrank.labelling import golden_gaps
 from fullrank.loaders import load_golden
 from fullrank.report import comparison_table, findings_text, result_table, say
 from fullrank.settings import DEFAULT_METRICS, parsed
@@ -177,6 +178,8 @@ def check(
     golden = load_golden(data, split, missing=missing)  # type: ignore[arg-type]  # checked there
     pairs = None if train is None else read_train_pairs(train)
     findings = golden.check(metrics=metric_names(metrics), train_pairs=pairs)
+    if data.removesuffix(".gz").endswith(".jsonl"):
+        findings += golden_gaps(golden)
     if as_json:
         say(json.dumps([asdict(finding) for finding in findings]))
     else:

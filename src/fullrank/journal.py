@@ -17,7 +17,7 @@ from fullrank._files import write_atomically
 from fullrank.checkpoints import Evaluation, Status
 from fullrank.result import Result
 
-__all__ = ["Journal", "move_aside"]
+__all__ = ["Journal", "move_aside", "read_history", "result_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Journal:
 
     def resume(self, step: int, stored_steps: Sequence[int]) -> None:
         """Reads the journal back and cuts it to ``step``; stored steps of a later branch keep their line, marked."""
-        lines = _read(self.folder / FILE)
+        lines = read_history(self.folder / FILE)
         stored = set(stored_steps)
         past = [line for line in lines if line.step <= step]
         later = [replace(line, note=ABANDONED) for line in lines if line.step > step and line.step in stored]
@@ -83,7 +83,12 @@ def move_aside(folder: Path) -> Path | None:
     return target
 
 
-def _read(path: Path) -> list[Evaluation]:
+def read_history(path: Path) -> list[Evaluation]:
+    """Returns the evaluations of a ``history.jsonl``, in its order; none where there is no such file.
+
+    Raises:
+        DataError: a line that is no entry of a journal.
+    """
     if not path.is_file() or not path.stat().st_size:
         return []
     lines: list[Evaluation] = []

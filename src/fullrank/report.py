@@ -20,6 +20,7 @@ __all__ = [
     "comparison_table",
     "evaluation_line",
     "findings_text",
+    "literal",
     "result_table",
     "say",
     "tensorboard_layout",
@@ -138,18 +139,18 @@ def worst_text(misses: Iterable[Miss], corpus: Mapping[str, str], *, width: int 
     """
 
     def entry(doc_id: str, score: str = "") -> str:
-        return f"<code>{_literal(doc_id)}</code>{score}: {_literal(corpus.get(doc_id, ''), width)}"
+        return f"<code>{literal(doc_id)}</code>{score}: {literal(corpus.get(doc_id, ''), width)}"
 
     lines = []
     for miss in misses:
-        lines += [f"**{_literal(miss.query or miss.query_id)}**  ({miss.value:.2f})", ""]
+        lines += [f"**{literal(miss.query or miss.query_id)}**  ({miss.value:.2f})", ""]
         lines += [f"- expected {entry(doc_id)}" for doc_id in miss.expected]
         lines += [f"- {rank}\\. {entry(d, f' ({s:.3f})')}" for rank, (d, s) in enumerate(miss.retrieved[:3], 1)]
         lines.append("")
     return "\n".join(lines)
 
 
-def _literal(text: str, width: int | None = None) -> str:
+def literal(text: str, width: int | None = None) -> str:
     """Returns text on one line that neither HTML nor Markdown reads as anything but text."""
     flat = " ".join(text.split())
     if width is not None and len(flat) > width:

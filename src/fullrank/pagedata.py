@@ -1,0 +1,269 @@
+"""What a report says, as plain data: rows, texts and figures, before any markup.
+
+Promise: every number comes from a result or the journal; a part that cannot be shown is left out and named in
+``notes``; nothing here is escaped, that is the template's work.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fullrank import figures
+from fullrank.abstention import Abstention, Threshold
+from fullrank.checkpoints import Evaluation
+from fullrank.comparison import Comparison
+from fullrank.data import GoldenSet
+from fullrank.pagerows import (
+    Row,
+    abstention_row,
+    candidate_rows,
+    change_row,
+    changes,
+    compared,
+    flat,
+    group_rows,
+    hole_row,
+    query_rows,
+    swept,
+    texts_of,
+    value_rows,
+    worst_rows,
+)
+from fullrank.report import verdict
+from fullrank.result import Finding, Result
+from fullrank.runfolder import Run
+
+__all__ = ["PageData", "page_data"]
+
+CHANGED, HOLES, EVALUATIONS = 10, 20, 2_000
+
+
+@dataclass(frozen=True)
+class PageData:
+    """The content of a report, in the order in which it is read.
+
+    Attributes:
+        title, verdict, tone: heading, sentence, and ``good``, ``bad`` or ``flat``.
+        tiles: (label, value, remark) of the numbers on top.
+        charts: ``{place: {"title", "alt", "svg"}}``.
+        metrics: rows of base against best; with one result its values alone.
+        candidates: rows of plain results; empty for a run.
+        others: (set, rows) of the golden sets that did not choose.
+        groups: rows by query type.
+        wins, losses, worst: queries with what was retrieved.
+        n_wins, n_losses: how many there are.
+        abstention: rates and threshold, or None; ``abstention_missing`` says why.
+        holes: rows of unjudged documents above the answers; ``n_holes`` and ``judged`` count all.
+        guards: rows with their floor.
+        findings: what checks found.
+        timing, provenance: (name, value) pairs.
+        evaluations, queries: rows of all.
+        notes: what could not be read or shown.
+    """
+
+    title: str
+    metric: str
+    verdict: str
+    tone: str
+    tiles: list[tuple[str, str, str]]
+    charts: dict[str, Row]
+    metrics: list[Row]
+    candidates: list[Row]
+    others: list[tuple[str, list[Row]]]
+    groups: list[Row]
+    wins: list[Row]
+    losses: list[Row]
+    n_wins: int
+    n_losses: int
+    worst: list[Row]
+    abstention: Row | None
+    abstention_missing: str
+    holes: list[Row]
+    n_holes: int
+    judged: float
+    guards: list[Row]
+    findings: list[Finding]
+    timing: list[tuple[str, str]]
+    provenance: list[tuple[str, str]]
+    evaluations: list[Row]
+    queries: list[Row]
+    notes: list[str]
+
+
+def page_data(run: Run, *, golden: GoldenSet | None = None) -> PageData:
+    """Returns what the report of ``run`` says; texts of documents where ``golden`` holds them."""
+    notes = list(run.notes)
+    shown = run.best if run.best is not None else run.base
+    corpus = texts_of(golden, shown, notes)
+    base = run.base if run.base is not run.best else None
+    found, rows = compared(base, run.best, run.metric, notes)
+    text, tone = _verdict(run, found)
+    moved = changes(base, run.best, run.metric) if found else []
+    sweep, missing = swept(shown)
+    charts = _charts(run, [change for change, *_ in moved], sweep)
+    holes = shown.holes() if shown else []
+    losses, wins = [c for c in moved if c[0] < 0], [c for c in reversed(moved) if c[0] > 0]
+    return PageData(
+        title=run.name,
+        metric=run.metric,
+        verdict=text,
+        tone=tone,
+        tiles=_tiles(run, shown, found),
+        charts=charts,
+        metrics=rows or (value_rows(shown) if shown else []),
+        candidates=candidate_rows(run, notes),
+        others=[(name, compared(b, a, run.metric, notes)[1]) for name, b, a in run.others],
+        groups=group_rows(base if found else None, shown, run.metric),
+        wins=[change_row(row, run.best, corpus) for row in wins[:CHANGED] if run.best],
+        losses=[change_row(row, run.best, corpus) for row in losses[:CHANGED] if run.best],
+        n_wins=len(wins),
+        n_losses=len(losses),
+        worst=worst_rows(shown, run.metric, corpus),
+        abstention=sweep and abstention_row(*sweep),
+        abstention_missing=missing,
+        holes=[hole_row(shown, hole, corpus) for hole in holes[:HOLES] if shown],
+        n_holes=len(holes),
+        judged=shown.judged if shown else 0.0,
+        guards=_guards(run),
+        findings=[*(shown.findings if shown else ()), *(golden.check() if golden else ())],
+        timing=_timing(run, shown),
+        provenance=_provenance(run, shown),
+        evaluations=[_evaluation(line, run) for line in run.history[:EVALUATIONS]],
+        queries=query_rows(base if found else None, shown, run.metric),
+        notes=list(dict.fromkeys(notes)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what it comes to
+
+
+def _verdict(run: Run, found: Comparison | None) -> tuple[str, str]:
+    tone = {"better": "good", "worse": "bad", "not separable": "flat"}.get(found.verdict if found else "", "flat")
+    if run.history:
+        if len(run.history) == 1 and run.best_step == 0:
+            score = run.history[0].score
+            return f"One evaluation, of the base model: {run.label} {score:.4f}. Nothing to choose from yet.", "flat"
+        scores = {line.step: line.score for line in run.history if line.status == "ok" and line.score is not None}
+        best, start = scores.get(run.best_step or 0), scores.get(0)
+        improved = bool(run.best_step) and (start is None or best is None or best > start)
+        if run.best_step is None or not improved:
+            tone = "bad"
+        return verdict(found, improved=improved, step=run.best_step, metric=run.label), tone
+    shown = run.best or run.base
+    if shown is None:
+        return "No result could be read.", "bad"
+    if found is None:
+        low, high = shown.ci(run.metric)
+        n = len(shown.query_ids)
+        return f"{run.metric} {shown.metrics[run.metric]:.4f} [{low:.4f}, {high:.4f}] over {n:,} queries.", "flat"
+    low, high = found.interval
+    (first, _), *_ = run.candidates
+    said = {"better": "better than", "worse": "worse than", "not separable": "on these queries not separable from"}
+    return (
+        f"{run.metric}: {100 * found.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}], p = {found.p_value:.4f} "
+        f"over {found.n:,} queries: {said[found.verdict]} {first}."
+    ), tone
+
+
+def _tiles(run: Run, shown: Result | None, found: Comparison | None) -> list[tuple[str, str, str]]:
+    tiles = []
+    for name, result in (("base", run.base), ("best", run.best if run.best is not run.base else None)):
+        if result is not None and run.metric in result.metrics and result.query_ids:
+            low, high = result.ci(run.metric)
+            tiles.append((f"{run.metric}, {name}", f"{result.metrics[run.metric]:.4f}", f"{low:.4f} to {high:.4f}"))
+    if found:
+        low, high = found.interval
+        remark = f"{100 * low:+.2f} to {100 * high:+.2f}, p = {found.p_value:.4f}"
+        tiles.append(("difference in points", f"{100 * found.delta:+.2f}", remark))
+    if shown:
+        n = shown.counts
+        without = f"{n.get('n_unanswerable', 0):,} more without an answer"
+        tiles.append(("queries", f"{len(shown.query_ids):,}", without))
+        if "n_documents" in n:
+            tiles.append(("documents", f"{n['n_documents']:,}", f"{shown.coverage:.0%} of them ranked"))
+    return tiles
+
+
+def _charts(run: Run, differences: list[float], sweep: "tuple[Abstention, Threshold] | None") -> dict[str, Row]:
+    charts: dict[str, Row] = {}
+    if run.history:
+        n_failed = sum(line.status != "ok" for line in run.history)
+        alt = (
+            f"{run.label} on the full corpus at {len(run.history)} evaluations, of which {n_failed} failed; "
+            f"{'no step was kept' if run.best_step is None else f'step {run.best_step} was kept'}. "
+            f"Below: {', '.join(run.curves) or 'no in-batch curve is known'}."
+        )
+        svg = figures.curve_figure(
+            run.history, label=run.label, intervals=run.intervals, curves=run.curves, best_step=run.best_step
+        )
+        charts["curve"] = {"title": "Curves", "alt": alt, "svg": svg}
+    elif len(run.candidates) > 1:
+        rows = [
+            (name, r.metrics[run.metric], r.ci(run.metric)) for name, r in run.candidates if run.metric in r.metrics
+        ][:50]
+        alt = (
+            f"{run.metric} of {len(rows)} results with their 95 % intervals; the values stand in the table of results."
+        )
+        charts["curve"] = {"title": "Results", "alt": alt, "svg": figures.results_figure(rows, metric=run.metric)}
+    if any(differences):
+        n_up, n_down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+        alt = f"Change of {run.metric} of each query, sorted: {n_down} fell, {n_up} rose, of {len(differences)}."
+        charts["differences"] = {"alt": alt, "svg": figures.differences_figure(differences, metric=run.metric)}
+    if sweep:
+        alt = (
+            f"Answer rate against false-answer rate over all thresholds; AUROC {sweep[0].auroc:.3f}, suggested "
+            f"threshold {sweep[1].value:.4g}."
+        )
+        charts["abstention"] = {"alt": alt, "svg": figures.abstention_figure(*sweep)}
+    if run.guards:
+        alt = f"{', '.join(run.guards)} over the steps, each with its floor."
+        charts["guards"] = {"alt": alt, "svg": figures.guards_figure(run.history, run.guards, run.best_step)}
+    return charts
+
+
+# ------------------------------------------------------------------------------------------------ the run
+
+
+def _guards(run: Run) -> list[Row]:
+    rows = []
+    for name, floor in run.guards.items():
+        values = {line.step: line.metrics[name] for line in run.history if line.status == "ok" and name in line.metrics}
+        best = values.get(run.best_step if run.best_step is not None else -1)
+        below = [step for step, value in values.items() if value < floor]
+        rows.append({"guard": name, "base": values.get(0), "best": best, "floor": floor, "below": below})
+    return rows
+
+
+def _evaluation(line: Evaluation, run: Run) -> Row:
+    interval = run.intervals.get(line.step)
+    error = (line.error or "").strip().splitlines()
+    return {
+        **vars(line),
+        "interval": interval,
+        "error": flat(error[-1]) if error else "",
+        "best": line.step == run.best_step,
+    }
+
+
+def _timing(run: Run, shown: Result | None) -> list[tuple[str, str]]:
+    rows = []
+    if run.history:
+        rows.append(("all evaluations of the run", f"{sum(line.seconds for line in run.history):,.1f} s"))
+    for name, value in (shown.timing if shown else {}).items():
+        said = name.replace("_", " ")
+        if name.endswith("_per_second"):
+            rows.append((f"{said.removesuffix(' per second')} per second", f"{value:,.0f}"))
+        elif name.endswith("_ms"):
+            rows.append((said.removesuffix(" ms"), f"{value:,.2f} ms"))
+        else:
+            rows.append((said, f"{value:,.2f} s"))
+    return rows
+
+
+def _provenance(run: Run, shown: Result | None) -> list[tuple[str, str]]:
+    rows = [("best weights", str(run.folder))] if run.folder else []
+    for name, value in (shown.provenance if shown else {}).items():
+        inner = value.items() if isinstance(value, Mapping) else [("", value)]
+        rows += [(f"{name} {key}".strip(), flat(str(v))) for key, v in inner]
+    return rows + [
+        (name.replace("n_", "").replace("_", " "), f"{n:,}") for name, n in (shown.counts if shown else {}).items()
+    ]

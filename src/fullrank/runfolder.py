@@ -1,0 +1,229 @@
+"""What a run left behind, read back for a report: journal, results, in-batch curves.
+
+Promise: reads and never writes. What cannot be read is named in `Run.notes` and left out; it is never taken for a 0.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from fullrank._errors import DataError, FullrankError
+from fullrank.checkpoints import Evaluation, best_of
+from fullrank.journal import FILE, read_history, result_name
+from fullrank.result import Result
+from fullrank.sources import PROGRESS_AFTER_SECONDS
+from fullrank.stats import Interval
+from fullrank.store import BestStore
+
+__all__ = ["Run", "is_run", "read_run_folder", "run_of_results"]
+
+MAX_INTERVALS = 60
+"""Evaluations whose result is read for its interval; more would not show in a figure, and take seconds each."""
+IN_BATCH_TAGS = {"train/in_batch_acc": "in-batch accuracy", "train/in_batch_mrr": "in-batch MRR", "train/loss": "loss"}
+
+T = TypeVar("T")
+Curve = tuple[tuple[float, float], ...]
+"""(step, value) pairs."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, or a row of stored results, as a report needs it.
+
+    Attributes:
+        name: of the folder or file.
+        metric: what chose, as it stands in the results: ``recall@1``.
+        label: what chose, as the run calls it: ``recall@1``, ``dev/recall@1`` or ``objective``.
+        history: the evaluations in their order; empty for plain results.
+        base, best: results at step 0 (or the first) and of the best step; None where there is none.
+        best_step: the step that was kept, or None.
+        others: (name, base, best) of the golden sets that did not choose, where both are there.
+        candidates: (name, result) of plain results, in the order given.
+        intervals: ``{step: interval of the objective's metric}``, of some steps.
+        curves: ``{"in-batch accuracy": ((step, value), ...)}`` from the trackers.
+        guards: ``{"<set>/<metric>": floor}``.
+        folder: where the best weights lie, or None.
+        notes: what could not be read.
+    """
+
+    name: str
+    metric: str
+    label: str
+    history: tuple[Evaluation, ...] = ()
+    base: Result | None = None
+    best: Result | None = None
+    best_step: int | None = None
+    others: tuple[tuple[str, Result, Result], ...] = ()
+    candidates: tuple[tuple[str, Result], ...] = ()
+    intervals: dict[int, Interval] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    guards: dict[str, float] = field(default_factory=dict)
+    folder: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+def is_run(path: Path) -> bool:
+    """Returns whether ``path`` is the output folder of a run, or the ``fullrank`` folder in it."""
+    return (path / FILE).is_file() or (path / "fullrank" / FILE).is_file()
+
+
+def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, float] | None = None) -> Run:
+    """Returns what lies in the output folder of a run (or in the ``fullrank`` folder in it).
+
+    Args:
+        path: the folder.
+        metric: what chose; default: the metric that equals the score in every line of the journal.
+        guards: floors, ``{"<set>/<metric>": floor}``.
+
+    Raises:
+        DataError: no journal there, an empty one, or one that cannot be read.
+    """
+    folder = path if (path / FILE).is_file() else path / "fullrank"
+    history = read_history(folder / FILE)
+    if not history:
+        raise DataError(
+            f"{path} holds no run: expected a {FILE} with one line for each evaluation, in it or in fullrank/"
+        )
+    notes: list[str] = []
+    label = metric or _label(history)
+    sets = _sets(folder, history)
+    leading, name = _leading(label, sets, history)
+    stored = _noted(lambda: BestStore(folder / "best").best, notes)
+    found = best_of(history)
+    best_step = stored.step if stored else found.step if found else None
+
+    def result(step: int, set_name: str | None) -> Result | None:
+        if stored and step == stored.step:
+            kept = stored.path / result_name("result", set_name or _only_set(folder, step))
+            if kept.is_file():
+                return _noted(lambda: Result.load(kept), notes)
+        file = folder / result_name(f"step-{step}", set_name)
+        return _noted(lambda: Result.load(file), notes) if file.is_file() else None
+
+    base = result(0, leading)
+    best = None if best_step is None else base if best_step == 0 else result(best_step, leading)
+    name = name if best is None or name in best.metrics else next(iter(best.metrics))
+    others = [(s, result(0, s), result(best_step or 0, s)) for s in sets if s is not None and s != leading]
+    return Run(
+        name=(folder.parent if folder.name == "fullrank" else folder).resolve().name,
+        metric=name,
+        label=label,
+        history=tuple(history),
+        base=base,
+        best=best,
+        best_step=best_step,
+        others=tuple((s, b, a) for s, b, a in others if s and b and a),
+        intervals=_intervals(folder, history, leading, name, best_step, notes),
+        curves=_curves(folder, notes),
+        guards=dict(guards or {}),
+        folder=stored.path if stored else None,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def run_of_results(results: Sequence[tuple[str, Result]], *, metric: str | None = None) -> Run:
+    """Returns plain results as a run: the first is the base, the highest of the others the best.
+
+    Raises:
+        DataError: no result, or a result without metrics.
+        SettingError: ``metric`` was not computed.
+    """
+    if not results:
+        raise DataError("there is no result to report on; name a run folder or files written by Result.save")
+    if empty := [name for name, result in results if not result.metrics or not result.query_ids]:
+        raise DataError(f"{empty[0]} holds no metric or no query, so there is nothing to report")
+    (name, base), *rest = results
+    chosen = base.name_of(metric) if metric else next(iter(base.metrics))
+    fit = [(n, r) for n, r in rest if chosen in r.metrics]
+    notes = [f"{n} has no {chosen} and is not compared" for n, r in rest if chosen not in r.metrics]
+    top = max(fit, key=lambda entry: entry[1].metrics[chosen], default=None)
+    title = name if len(results) == 1 else f"{(top or (name,))[0]} against {name}"
+    return Run(
+        title, chosen, chosen, base=base, best=top[1] if top else None, candidates=tuple(results), notes=tuple(notes)
+    )
+
+
+def _noted(read: Callable[[], T], notes: list[str]) -> T | None:
+    try:
+        return read()
+    except (FullrankError, OSError) as error:
+        notes.append(str(error))
+        return None
+
+
+def _label(history: Sequence[Evaluation]) -> str:
+    scored = [line for line in history if line.status == "ok" and line.metrics]
+    names = [name for name in scored[0].metrics if all(_equals(line, name) for line in scored)] if scored else []
+    return names[0] if names else "objective"
+
+
+def _equals(line: Evaluation, name: str) -> bool:
+    value = line.metrics.get(name)
+    return (
+        value is not None and line.score is not None and math.isclose(value, line.score, rel_tol=1e-12, abs_tol=1e-15)
+    )
+
+
+def _sets(folder: Path, history: Sequence[Evaluation]) -> list[str | None]:
+    """Returns the names of the golden sets, [None] where there is one."""
+    names = [name for line in history for name in line.metrics]
+    return list(dict.fromkeys(name.rpartition("/")[0] or None for name in names)) or [None]
+
+
+def _leading(label: str, sets: Sequence[str | None], history: Sequence[Evaluation]) -> tuple[str | None, str]:
+    """Returns (golden set, metric) whose queries the report shows."""
+    set_name, _, metric = label.rpartition("/")
+    if label != "objective":
+        return set_name or (sets[0] if None not in sets else None), metric
+    first = next((name for line in history for name in line.metrics), "recall@1")
+    return first.rpartition("/")[0] or None, first.rpartition("/")[2]
+
+
+def _only_set(folder: Path, step: int) -> str | None:
+    """Returns the name of the one golden set: the store writes it into the file name, the journal does not."""
+    file = folder / result_name(f"step-{step}")
+    try:
+        return str(Result.load(file).provenance.get("name") or "") or None
+    except (FullrankError, OSError):
+        return None
+
+
+def _intervals(
+    folder: Path, history: Sequence[Evaluation], leading: str | None, metric: str, best: int | None, notes: list[str]
+) -> dict[int, Interval]:
+    steps = list(dict.fromkeys(line.step for line in history if line.status == "ok"))
+    stride = max(1, math.ceil(len(steps) / MAX_INTERVALS))
+    wanted = sorted({*steps[::stride], *steps[-1:], *([best] if best is not None else [])})
+    found = {}
+    for step in tqdm(wanted, "read results", delay=PROGRESS_AFTER_SECONDS, disable=None, leave=False):
+        file = folder / result_name(f"step-{step}", leading)
+        result = _noted(lambda file=file: Result.load(file), notes) if file.is_file() else None  # type: ignore[misc]
+        if result is not None and metric in result.metrics and len(result.query_ids):
+            found[step] = result.ci(metric)
+    return found
+
+
+def _curves(folder: Path, notes: list[str]) -> dict[str, Curve]:
+    """Returns in-batch and loss curves from the TensorBoard events of the run, which hold all that was logged."""
+    files = sorted(folder.parent.glob("runs/*/events.out.tfevents.*")) if folder.name == "fullrank" else []
+    files += sorted(folder.glob("tensorboard/events.out.tfevents.*"))
+    if not files:
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    newest = max(files, key=lambda file: (file.stat().st_mtime, file.name)).parent
+    try:
+        events = EventAccumulator(str(newest), size_guidance={"scalars": 2_000}).Reload()
+        tags = set(events.Tags()["scalars"])
+        return {
+            label: tuple((event.step, event.value) for event in events.Scalars(tag))
+            for tag, label in IN_BATCH_TAGS.items()
+            if tag in tags
+        }
+    except Exception as error:  # whatever a damaged event file makes of its reader
+        notes.append(f"the TensorBoard events in {newest} could not be read ({type(error).__name__}: {error})")
+        return {}
