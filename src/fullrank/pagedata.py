@@ -34,7 +34,7 @@ from fullrank.runfolder import Run
 
 __all__ = ["PageData", "page_data"]
 
-CHANGED, HOLES, EVALUATIONS = 10, 20, 2_000
+CHANGED, HOLES, NOTES, EVALUATIONS = 10, 20, 8, 2_000
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class PageData:
         timing, provenance: (name, value) pairs.
         evaluations, queries: rows of all.
         notes: what could not be read or shown.
+        ranked: which part of the corpus the ranks are of.
     """
 
     title: str
@@ -87,6 +88,7 @@ class PageData:
     evaluations: list[Row]
     queries: list[Row]
     notes: list[str]
+    ranked: str
 
 
 def page_data(run: Run, *, golden: GoldenSet | None = None) -> PageData:
@@ -97,6 +99,8 @@ def page_data(run: Run, *, golden: GoldenSet | None = None) -> PageData:
     base = run.base if run.base is not run.best else None
     found, rows = compared(base, run.best, run.metric, notes)
     text, tone = _verdict(run, found)
+    if shown is not None and shown.bound:
+        text += f" {_ranked(shown)}"
     moved = changes(base, run.best, run.metric) if found else []
     sweep, missing = swept(shown)
     charts = _charts(run, [change for change, *_ in moved], sweep)
@@ -129,7 +133,8 @@ def page_data(run: Run, *, golden: GoldenSet | None = None) -> PageData:
         provenance=_provenance(run, shown),
         evaluations=[_evaluation(line, run) for line in run.history[:EVALUATIONS]],
         queries=query_rows(base if found else None, shown, run.metric),
-        notes=list(dict.fromkeys(notes)),
+        notes=_cut(list(dict.fromkeys(notes))),
+        ranked=_ranked(shown),
     )
 
 
@@ -231,6 +236,18 @@ def _guards(run: Run) -> list[Row]:
         below = [step for step, value in values.items() if value < floor]
         rows.append({"guard": name, "base": values.get(0), "best": best, "floor": floor, "below": below})
     return rows
+
+
+def _ranked(shown: Result | None) -> str:
+    if shown is not None and shown.bound:
+        return f"Upper bounds, not scores: {shown.coverage:.0%} of the corpus was ranked."
+    if shown is None or shown.provenance.get("truncated_run"):
+        return "Ranks are those in the lists that were given."
+    return "Every rank is that of the whole corpus."
+
+
+def _cut(notes: list[str]) -> list[str]:
+    return notes if len(notes) <= NOTES else [*notes[:NOTES], f"and {len(notes) - NOTES} more of this kind"]
 
 
 def _evaluation(line: Evaluation, run: Run) -> Row:

@@ -210,7 +210,7 @@ class Result:
         if source.stat().st_size > MAX_RESULT_BYTES:
             raise DataError(f"{source}: over {MAX_RESULT_BYTES >> 20} MiB, which no result file is")
         try:
-            body = json.loads(source.read_text(encoding="utf-8"))
+            body = json.loads(source.read_text(encoding="utf-8", errors="surrogatepass"))  # as they are written
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise DataError(f"{source} is not a result file: {error}") from error
         if not isinstance(body, dict) or body.pop("kind", None) != KIND:

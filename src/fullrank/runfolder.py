@@ -105,6 +105,9 @@ def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, 
         return _noted(lambda: Result.load(file), notes) if file.is_file() else None
 
     base = result(0, leading)
+    for step, what in ((0, "base"), (best_step, "best step")):
+        if step is not None and not (folder / result_name(f"step-{step}", leading)).is_file():
+            notes.append(f"there is no result of the {what}, {folder / result_name(f'step-{step}', leading)}")
     best = None if best_step is None else base if best_step == 0 else result(best_step, leading)
     name = name if best is None or name in best.metrics else next(iter(best.metrics))
     others = [(s, result(0, s), result(best_step or 0, s)) for s in sets if s is not None and s != leading]
