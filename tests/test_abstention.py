@@ -120,7 +120,9 @@ def test_the_order_of_the_queries_changes_nothing():
 
 
 def test_without_an_unanswerable_query_it_is_refused():
-    with pytest.raises(DataError, match=r"all 2 queries have an answer: false answers cannot be measured\. Add queries"):
+    with pytest.raises(
+        DataError, match=r"all 2 queries have an answer: false answers cannot be measured\. Add queries"
+    ):
         abstention(make_result([0.5, 0.4], []))
 
 

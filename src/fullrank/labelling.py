@@ -74,13 +74,14 @@ def golden_gaps(golden: GoldenSet) -> list[Finding]:
     if n < FEWEST:
         message = f"{n} of the {FEWEST} to {MOST} questions that a golden set made by hand should have"
         found.append(Finding("golden-size", "info", message, n, remedy=f"Add {FEWEST - n} or more"))
-    share = 1 - golden.n_answerable / n
+    without = n - golden.n_answerable
+    share = without / n
     low, high = UNANSWERABLE
     if not low <= share <= high:
         wanted = f"{low * n:.0f} to {high * n:.0f}"
-        message = f"{n - golden.n_answerable} of {n} questions have no answer ({100 * share:.0f} %)"
+        message = f"{without} of {n} questions have no answer ({100 * share:.0f} %)"
         remedy = f"Between {100 * low:.0f} and {100 * high:.0f} % show when a model answers falsely: {wanted} of {n}"
-        found.append(Finding("unanswerable-share", "info", message, n - golden.n_answerable, remedy=remedy))
+        found.append(Finding("unanswerable-share", "info", message, without, remedy=remedy))
     groups = golden.groups or {}
     if not groups:
         remedy = 'Give each a "type", such as "how-to" or "fact": the mean hides which kind a model fails on'
