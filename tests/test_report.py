@@ -1,5 +1,6 @@
 """What people look at: lines, tables, sentences, and the Markdown as TensorBoard shows it."""
 
+import dataclasses
 import html
 import io
 import re
@@ -19,6 +20,7 @@ from fullrank.report import (
     result_table,
     say,
     tensorboard_layout,
+    tensorboard_scalars,
     verdict,
     worst_text,
 )
@@ -374,9 +376,9 @@ def test_tensorboard_layout_puts_three_kinds_of_curves_side_by_side():
     assert len(layout) == 1
     (charts,) = layout.values()
     assert [tags for _, tags in charts.values()] == [
-        ["train/loss"],
-        ["train/in_batch_acc", "train/in_batch_mrr"],
-        ["eval/recall@1", "eval/ndcg@10"],
+        ["^train/loss$"],
+        ["^train/in_batch_acc$", "^train/in_batch_mrr$"],
+        ["^eval/recall@1$", "^eval/ndcg@10$"],
     ]
     assert {kind for kind, _ in charts.values()} == {"Multiline"}
     assert [name for name in charts if "diagnostic" in name] == [list(charts)[1]]
@@ -395,7 +397,53 @@ def test_tensorboard_takes_the_layout(tmp_path):
     (category,) = layout.category
     assert category.title == "fullrank"
     assert [list(chart.multiline.tag) for chart in category.chart] == [
-        ["train/loss"],
-        ["train/in_batch_acc", "train/in_batch_mrr"],
-        ["eval/recall@1"],
+        ["^train/loss$"],
+        ["^train/in_batch_acc$", "^train/in_batch_mrr$"],
+        ["^eval/recall@1$"],
     ]
+
+
+def test_a_line_of_the_layout_brings_no_other():
+    """TensorBoard matches tags as regular expressions from their beginning."""
+    tags = ["eval/recall@1", "eval/recall@10", "eval/recall@1_low", "eval/dev-a.b/recall@1", "eval/dev-axb/recall@1"]
+    (charts,) = tensorboard_layout(tags).values()
+    patterns = charts["full corpus, held out"][1]
+    assert [[tag for tag in tags if re.compile(pattern).match(tag)] for pattern in patterns] == [[tag] for tag in tags]
+
+
+def test_tensorboard_shows_bands_guards_and_throughput_from_scalars_that_are_there(tmp_path):
+    """The event files are read back: each chart finds its scalars, and the band is the interval."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from torch.utils.tensorboard import SummaryWriter
+
+    results = [dataclasses.replace(make_result(n), timing={"documents_per_second": 10.0 * n}) for n in (40, 60)]
+    layout = tensorboard_layout(
+        ["eval/recall@1"],
+        intervals=["eval/recall@1"],
+        guards=["eval/general/ndcg@10"],
+        throughput=["eval/documents_per_second"],
+    )
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_custom_scalars(layout)
+        for step, result in enumerate(results):
+            scalars = {"eval/recall@1": result["recall@1"], **tensorboard_scalars(result, "recall@1")}
+            scalars |= {"eval/general/ndcg@10": 0.5, "eval/general/ndcg@10_floor": 0.48}
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, step)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = events.Tags()["scalars"]
+    (tag,) = events.PluginTagToContent("custom_scalars")
+    (category,) = layout_pb2.Layout.FromString(events.Tensors(tag)[0].tensor_proto.string_val[0]).category
+    charts = {chart.title: chart for chart in category.chart}
+    assert list(charts)[3:] == ["recall@1 with its interval", "guard eval/general/ndcg@10", "throughput"]
+    (series,) = charts["recall@1 with its interval"].margin.series
+    for step, result in enumerate(results):
+        found = [events.Scalars(name)[step].value for name in (series.lower, series.value, series.upper)]
+        low, high = result.ci("recall@1")
+        assert found == pytest.approx([low, result["recall@1"], high])
+    for name in ("guard eval/general/ndcg@10", "throughput"):
+        for pattern in charts[name].multiline.tag:
+            assert [t for t in tags if re.match(pattern, t)], pattern
+    assert [event.value for event in events.Scalars("eval/documents_per_second")] == [400.0, 600.0]
+    assert all(type(v) is float for v in tensorboard_scalars(results[0], "recall@1").values())

@@ -3,6 +3,7 @@
 Promise: text is a pure function of results; only `say` writes. Numbers are rounded here and nowhere before.
 """
 
+import re
 import string
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "result_table",
     "say",
     "tensorboard_layout",
+    "tensorboard_scalars",
     "verdict",
     "worst_text",
 ]
@@ -158,19 +160,54 @@ def literal(text: str, width: int | None = None) -> str:
     return "".join(f"&#{ord(c)};" if c in string.punctuation else c for c in flat)
 
 
-def tensorboard_layout(full_corpus: Sequence[str]) -> dict[str, Any]:
+def tensorboard_layout(
+    full_corpus: Sequence[str],
+    *,
+    intervals: Sequence[str] = (),
+    guards: Sequence[str] = (),
+    throughput: Sequence[str] = (),
+) -> dict[str, Any]:
     """Returns the custom layout: loss, in-batch diagnostics and full-corpus curves in one view.
 
     Args:
         full_corpus: the tags of the full-corpus metrics, such as ``eval/recall@1``.
+        intervals: those of them that come with the scalars of `tensorboard_scalars`: drawn with their interval as a
+            band.
+        guards: tags of guards, each with its floor under the same tag and ``_floor``.
+        throughput: tags of rates, such as ``eval/documents_per_second``.
     """
-    return {
-        "fullrank": {
-            "training loss": ["Multiline", ["train/loss"]],
-            "in-batch (diagnostic)": ["Multiline", ["train/in_batch_acc", "train/in_batch_mrr"]],
-            "full corpus, held out": ["Multiline", list(full_corpus)],
-        }
+    charts: dict[str, list[Any]] = {
+        "training loss": _lines("train/loss"),
+        "in-batch (diagnostic)": _lines("train/in_batch_acc", "train/in_batch_mrr"),
+        "full corpus, held out": _lines(*full_corpus),
     }
+    charts |= {f"{tag.rpartition('/')[2]} with its interval": ["Margin", [tag, *_bounds(tag)]] for tag in intervals}
+    charts |= {f"guard {tag}": _lines(tag, f"{tag}_floor") for tag in guards}
+    if throughput:
+        charts["throughput"] = _lines(*throughput)
+    return {"fullrank": charts}
+
+
+def tensorboard_scalars(result: Result, metric: str, *, tag: str | None = None) -> dict[str, float]:
+    """Returns the scalars that the layout needs beside the metrics: bounds of the interval, texts encoded per second.
+
+    Args:
+        result: of an evaluation.
+        metric: what chooses.
+        tag: under which its value is logged; default ``eval/METRIC``.
+    """
+    name = tag or f"eval/{metric}"
+    rates = {f"eval/{key}": value for key, value in result.timing.items() if key.endswith("_per_second")}
+    return dict(zip(_bounds(name), map(float, result.ci(metric)), strict=True)) | rates
+
+
+def _bounds(tag: str) -> tuple[str, str]:
+    return f"{tag}_low", f"{tag}_high"
+
+
+def _lines(*tags: str) -> list[Any]:
+    # TensorBoard takes a tag for a regular expression that matches the beginning of others: recall@1 brings recall@10.
+    return ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]
 
 
 def _interval(interval: Interval) -> str:
