@@ -5,7 +5,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import logging
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,35 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"{path} is missing")
     return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def run_main(here, monkeypatch, capsys):
+    """Runs the command line in this process: (exit code, stdout, stderr), as the script does it."""
+    # The command quietens the libraries below, for good; other tests want to hear them.
+    for name in ("transformers", "sentence_transformers", "datasets", "peft", "httpx"):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "level", logger.level)
+
+    from fullrank.cli import main
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fullrank", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as found:
+            code = found.code or 0
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call

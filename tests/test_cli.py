@@ -1,7 +1,6 @@
 """The command line as a user meets it: real processes in an empty folder, what they print, write and answer."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fullrank import Result, evaluate, load_golden
-from fullrank.cli import app, main
+from fullrank.cli import app
 
 FULLRANK = Path(sys.executable).with_name("fullrank")
 COLOUR = re.compile(r"\x1b\[|\x9b")
@@ -31,36 +30,6 @@ def command(*arguments, cwd, **environment):
         timeout=120,
         check=False,
     )
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty working folder."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-@pytest.fixture
-def run_main(here, monkeypatch, capsys):
-    """Runs the command line in this process: (exit code, stdout, stderr), as the script does it."""
-    # The command quietens the libraries below, for good; other tests want to hear them.
-    for name in ("transformers", "sentence_transformers", "datasets", "peft", "httpx"):
-        logger = logging.getLogger(name)
-        monkeypatch.setattr(logger, "level", logger.level)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fullrank", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as found:
-            code = found.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,14 @@
 """What people look at: lines, tables, sentences, and the Markdown as TensorBoard shows it."""
 
+import contextlib
 import dataclasses
 import html
 import io
+import os
 import re
+import struct
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -142,6 +147,50 @@ def test_tables_do_not_wrap_in_a_narrow_terminal(monkeypatch):
     assert {name: len(cells) for name, cells in rows_of(table).items()} == dict.fromkeys(METRICS, 6)
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_tables_neither_cut_nor_wrap_and_fit_into_80_columns(tmp_path, columns, is_terminal):
+    """A real process, in a real terminal of that width and in a pipe."""
+    code = (
+        "import numpy as np\nfrom fullrank import Result\nfrom fullrank.report import comparison_table, result_table\n"
+        "def make(n):\n"
+        "    v = np.array([1.0] * n + [0.0] * (1000 - n))\n"
+        "    names = ('recall@1', 'recall@5', 'ndcg@10', 'mrr@10')\n"
+        "    return Result(dict.fromkeys(names, n / 1000), dict.fromkeys(names, v), tuple(map(str, range(1000))), {})\n"
+        "print(comparison_table(make(0), make(1000), title='Held out, full corpus'))\n"
+        "print(result_table(make(500)))\n"
+    )
+    (tmp_path / "show.py").write_text(code)
+    found = output_in_terminal(tmp_path / "show.py", columns) if is_terminal else output_in_pipe(tmp_path / "show.py")
+    assert is_terminal or "\x1b" not in found
+    lines = re.sub(r"\x1b\[[\d;]*m", "", found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in found
+    assert any(re.match(r"recall@1 +│ 0\.0000 │ 1\.0000 │ \+100\.00 │", line) for line in lines)
+    assert sum(line.startswith(("recall@", "ndcg@", "mrr@")) for line in lines) == 8
+
+
+def output_in_pipe(script):
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+
+
+def output_in_terminal(script, columns):
+    """Runs a script in a pseudo-terminal of this width and returns what it wrote."""
+    pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm"}
+    with subprocess.Popen([sys.executable, script], stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        parts = []
+        with contextlib.suppress(OSError):  # the end of a pseudo-terminal
+            while part := os.read(ours, 65_536):
+                parts.append(part)
+    os.close(ours)
+    assert process.returncode == 0
+    return b"".join(parts).decode().replace("\r\n", "\n")
+
+
 def test_a_long_name_does_not_cut_a_number():
     result = make_result(50, metrics=("recall_cap@1000000000",))
     assert rows_of(result_table(result, title="a title that is long " * 20))["recall_cap@1000000000"][0] == "0.5000"
@@ -164,7 +213,7 @@ def test_comparison_table_shows_what_compare_says():
         for name in METRICS
     }
     assert table.splitlines()[0].strip() == "Held out"
-    assert "delta (points)" in table
+    assert "points" in table
     assert "won / lost" in table
     assert "\x1b" not in table
 

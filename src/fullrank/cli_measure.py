@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fullrank._errors import SettingError
+from fullrank.abstention import abstention, threshold_for
 from fullrank.benchmarks import beir_sets, mteb_sets
 from fullrank.checks import read_train_pairs
 from fullrank.cli_benchmarks import How, Scorer, evaluate_sets, save_mteb
@@ -24,7 +25,7 @@ from fullrank.doors import (
 )
 from fullrank.labelling import golden_gaps
 from fullrank.loaders import load_golden
-from fullrank.report import comparison_table, findings_text, result_table, say
+from fullrank.report import abstention_line, comparison_table, findings_text, result_table, say
 from fullrank.settings import DEFAULT_METRICS, parsed
 from fullrank.tables import latency_text
 
@@ -154,6 +155,9 @@ def _evaluate_one(
 
     n = result.counts
     say(result_table(result, title=f"{golden.name}: {n['n_scored']:,} queries, {n['n_documents']:,} documents"))
+    if n["n_unanswerable"] and result.hits:
+        found = abstention(result)
+        say(abstention_line(found, threshold_for(found)))
     findings = [*result.findings, *bare_backbone(model)]
     if findings:
         say(findings_text(findings))

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from fullrank.abstention import Abstention, Threshold
 from fullrank.comparison import Comparison, compare
 from fullrank.result import Finding, Miss, Result
 from fullrank.stats import Interval
 
 __all__ = [
+    "abstention_line",
     "comparison_table",
     "evaluation_line",
     "findings_text",
@@ -30,6 +32,7 @@ __all__ = [
     "worst_text",
 ]
 
+_UNBOUNDED = 10_000
 SHOWN = ("recall@1", "recall@5", "ndcg@10", "mrr@10")
 
 
@@ -39,12 +42,12 @@ def say(text: str, *, file: IO[str] | None = None) -> None:
     (file or sys.stdout).flush()
 
 
-def render(table: Table, *, width: int | None = None) -> str:
-    """Returns a table as text: in a pipe without colours, and wide enough that no number wraps."""
-    console = Console(width=width or (None if sys.stdout.isatty() else 120), highlight=False)
+def render(table: Table) -> str:
+    """Returns a table as text, as wide as it has to be: a number is never cut or wrapped; no colours in a pipe."""
+    console = Console(width=_UNBOUNDED, highlight=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(table)
-    return capture.get().rstrip("\n")
+    return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
 
 
 def evaluation_line(
@@ -76,7 +79,7 @@ def evaluation_line(
 
 def result_table(result: Result, *, title: str | None = None, level: float = 0.95) -> str:
     """Returns the metrics of a result with their intervals."""
-    table = Table(title=title, title_justify="left")
+    table = _table(title)
     for name in ("metric", "value", f"{level:.0%} interval"):
         table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
     for name, value in result.metrics.items():
@@ -86,8 +89,8 @@ def result_table(result: Result, *, title: str | None = None, level: float = 0.9
 
 def comparison_table(base: Result, best: Result, *, metrics: Sequence[str] = SHOWN, title: str | None = None) -> str:
     """Returns the table base against best: values, delta in points with its interval, wins and losses."""
-    table = Table(title=title, title_justify="left")
-    for name in ("metric", "base", "best", "delta (points)", "95 % interval", "p", "won / lost"):
+    table = _table(title)
+    for name in ("metric", "base", "best", "points", "95 % interval", "p", "won / lost"):
         table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
     for name in metrics:
         if name not in base.metrics or name not in best.metrics:
@@ -104,6 +107,11 @@ def comparison_table(base: Result, best: Result, *, metrics: Sequence[str] = SHO
             f"{len(found.wins)} / {len(found.losses)}",
         )
     return render(table)
+
+
+def _table(title: str | None) -> Table:
+    # Without edges a comparison fits into 80 columns.
+    return Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
 
 
 def verdict(comparison: Comparison | None, *, improved: bool, step: int | None, metric: str) -> str:
@@ -126,6 +134,16 @@ def verdict(comparison: Comparison | None, *, improved: bool, step: int | None, 
     return (
         f"Best: step {step} by {metric}: {100 * comparison.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}], "
         f"p = {comparison.p_value:.4f} over {comparison.n} queries: {sure}."
+    )
+
+
+def abstention_line(found: Abstention, threshold: Threshold) -> str:
+    """Returns one line on the queries without an answer: AUROC, and what the suggested threshold costs."""
+    low, high = found.auroc_interval
+    return (
+        f"{len(found.unanswerable):,} queries without an answer: AUROC {found.auroc:.3f} [{low:.3f}, {high:.3f}]; "
+        f"answering from a top score of {threshold.value:.4g} on answers {100 * threshold.false_answer_rate:.1f} % of "
+        f"them and {100 * threshold.answer_rate:.1f} % of the others"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from fullrank._errors import DataError, FullrankError
 from fullrank.checkpoints import Evaluation, best_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from fullrank._errors import DataError, FullrankError, first_few
 from fullrank._optional import require
@@ -23,7 +23,7 @@ __all__ = ["HUBS", "Problems", "Rows", "hub_rows", "read_lines", "read_objects"]
 
 MAX_LINE_BYTES = 64 << 20
 PROBLEMS_SHOWN = 5
-PROGRESS_AFTER_SECONDS = 3
+PROGRESS_AFTER_SECONDS = 2
 
 _QUERY_COLUMNS = ("query-id", "queryid", "qid", "topic-id", "topic", "query")
 _DOC_COLUMNS = ("corpus-id", "corpusid", "doc-id", "docid", "document-id", "docno", "pid", "passage-id", "did", "doc")
@@ -75,10 +75,18 @@ def read_lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
         DataError: there is no such file, or it cannot be read.
     """
     number = offset = 0
-    # disable=None: no bar where the output is not a terminal.
+    # disable=None: no bar where the output is neither a terminal nor a notebook. What a .gz holds is not known before.
     with (
         _opened(path) as file,
-        tqdm(desc=path.name, unit="B", unit_scale=True, delay=PROGRESS_AFTER_SECONDS, disable=None, leave=False) as bar,
+        tqdm(
+            total=None if path.suffix == ".gz" else path.stat().st_size,
+            desc=path.name,
+            unit="B",
+            unit_scale=True,
+            delay=PROGRESS_AFTER_SECONDS,
+            disable=None,
+            leave=False,
+        ) as bar,
     ):
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
