@@ -19,6 +19,8 @@ _HOME = {
     "Comparison": "comparison",
     "compare": "comparison",
     "gate": "gating",
+    "abstention": "abstention",
+    "threshold_for": "abstention",
     "Encoder": "encode",
     "Backbone": "encode",
     "evaluate": "evaluate",
@@ -30,10 +32,13 @@ _HOME = {
     "in_batch_metrics": "in_batch",
     "BestStore": "store",
     "RetrievalCallback": "callback",
+    "write_report": "page",
 }
 __all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:
+    from fullrank.abstention import abstention as abstention
+    from fullrank.abstention import threshold_for as threshold_for
     from fullrank.callback import RetrievalCallback as RetrievalCallback
     from fullrank.comparison import Comparison as Comparison
     from fullrank.comparison import compare as compare
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
     from fullrank.metrics import Metric as Metric
     from fullrank.mteb_io import mteb_task as mteb_task
     from fullrank.mteb_io import to_mteb as to_mteb
+    from fullrank.page import write_report as write_report
     from fullrank.result import Finding as Finding
     from fullrank.result import Result as Result
     from fullrank.run import evaluate_run as evaluate_run

@@ -79,7 +79,7 @@ def curve_figure(
     _legend(top)
     top.set_ylabel("full corpus")
     for axis, names in zip(axes[1:], rows, strict=True):
-        for name, colour in zip(names, (EXTRA, BASE), strict=False):
+        for name, colour in zip(names, (EXTRA, MUTED), strict=False):
             x, y = zip(*_thinned(list(curves[name]), None), strict=True)
             axis.plot(x, y, color=colour, linewidth=1.3, label=name)
         _legend(axis)
