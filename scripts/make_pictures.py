@@ -20,7 +20,7 @@ from fullrank.runfolder import read_run_folder
 COLOURS = {"ink": "#1b1f24", "muted": "#5b6570", "grid": "#dfe3e8", "main": "#1f6fd6", "base": "#8a6d1d"}
 COLOURS |= {"good": "#1b7f46", "bad": "#c0332b", "extra": "#7a4fc0"}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync".split()
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 WIDTH, HEIGHT = 1000, 1120
 
 

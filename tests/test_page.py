@@ -46,7 +46,7 @@ def make_result(share, n=60, *, seed=0, metrics=("recall@1", "ndcg@10"), n_witho
         "qrels": {q: {f"good{i}": 1} for i, q in enumerate(ids)} | {q: {} for q in without},
         "queries": {q: f"{NASTY[i % len(NASTY)]} {i}" for i, q in enumerate([*ids, *without])},
         "groups": {q: NASTY[i % 4] for i, q in enumerate(ids)} | dict.fromkeys(without, "no-answer"),
-        "timing": {"encode": 1.5, "total": 2.0, "documents_per_second": 1234.5, "query_p50_ms": 3.25},
+        "timing": {"encode": 1.5, "total": 2.0, "documents_per_second": 1234.5, "query_ms_p50": 3.25},
         "provenance": {"data": "abc", "name": name, "model": NASTY[0], "prompts": {"query": NASTY[1]}},
         "findings": (Finding("x", "warning", f"odd {NASTY[0]}", 2, (NASTY[1],), f"do {NASTY[2]}"),),
         **fields,
@@ -229,6 +229,12 @@ def test_a_failed_evaluation_has_no_value(written):
         '<span class="none">–</span>',
     ]
     assert "ValueError" in row
+
+
+def test_times_have_their_units(written):
+    page, _ = written
+    for part in ("one query, p50 3.25 ms", "documents per second 1,234", "encode 1.50 s"):
+        assert part.replace(" ", "") in page.text.replace(" ", "")
 
 
 def test_a_guard_below_its_floor_is_named(written):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.table import Table
 
 from fullrank import Finding, Result, compare
 from fullrank.comparison import Comparison
@@ -22,6 +23,7 @@ from fullrank.report import (
     comparison_table,
     evaluation_line,
     findings_text,
+    render,
     result_table,
     say,
     tensorboard_layout,
@@ -168,6 +170,17 @@ def test_tables_neither_cut_nor_wrap_and_fit_into_80_columns(tmp_path, columns, 
     assert "…" not in found
     assert any(re.match(r"recall@1 +│ 0\.0000 │ 1\.0000 │ \+100\.00 │", line) for line in lines)
     assert sum(line.startswith(("recall@", "ndcg@", "mrr@")) for line in lines) == 8
+
+
+def test_words_wrap_where_a_column_allows_it():
+    table = Table()
+    table.add_column("value", no_wrap=True)
+    table.add_column("remark")
+    table.add_row("0.1234 to 0.5678", "a remark of many words " * 20)
+    lines = render(table).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert len(lines) > 6
+    assert "0.1234 to 0.5678" in lines[3]
 
 
 def output_in_pipe(script):

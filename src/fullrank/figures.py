@@ -17,6 +17,7 @@ import numpy as np
 from fullrank._optional import require
 from fullrank.abstention import Abstention, Threshold
 from fullrank.checkpoints import Evaluation
+from fullrank.journal import ABANDONED
 from fullrank.runfolder import Curve
 from fullrank.stats import Interval
 
@@ -51,7 +52,10 @@ def curve_figure(
     rows = [names for names in (_in_batch(curves), _loss(curves)) if names]
     figure, axes = _figure(2.9 + 1.35 * len(rows), rows=1 + len(rows), ratios=[2.4, *([1.0] * len(rows))])
     top = axes[0]
-    scored = _thinned([(e.step, e.score) for e in history if e.status == "ok" and e.score is not None], best_step)
+    scored = _thinned(
+        [(e.step, e.score) for e in history if e.status == "ok" and e.score is not None and e.note != ABANDONED],
+        best_step,
+    )
     steps, scores = [s for s, _ in scored], [v for _, v in scored]
     banded = sorted(intervals)
     if len(banded) > 1:
@@ -64,7 +68,7 @@ def curve_figure(
     base = next((e.score for e in history if e.step == 0 and e.status == "ok"), None)
     if base is not None:
         top.axhline(base, color=BASE, linestyle="--", linewidth=1.2, label=f"base model {base:.4f}")
-    best = next((v for s, v in scored if s == best_step), None)
+    best = next((e.score for e in history if e.step == best_step and e.score is not None), None)
     if best_step is not None and best is not None:
         text = f"best: step {best_step}, {best:.4f}"
         top.plot([best_step], [best], color=GOOD, marker="*", markersize=15, linestyle="none", label=text)

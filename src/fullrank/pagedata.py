@@ -257,6 +257,7 @@ def _evaluation(line: Evaluation, run: Run) -> Row:
         **vars(line),
         "interval": interval,
         "error": flat(error[-1]) if error else "",
+        "findings": "; ".join(vars(line).get("findings", ())),
         "best": line.step == run.best_step,
     }
 
@@ -269,8 +270,8 @@ def _timing(run: Run, shown: Result | None) -> list[tuple[str, str]]:
         said = name.replace("_", " ")
         if name.endswith("_per_second"):
             rows.append((f"{said.removesuffix(' per second')} per second", f"{value:,.0f}"))
-        elif name.endswith("_ms"):
-            rows.append((said.removesuffix(" ms"), f"{value:,.2f} ms"))
+        elif "_ms_" in name:
+            rows.append((f"one {said.replace(' ms ', ', ')}", f"{value:,.2f} ms"))
         else:
             rows.append((said, f"{value:,.2f} s"))
     return rows

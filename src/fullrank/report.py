@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from tqdm import tqdm
 
@@ -32,7 +33,7 @@ __all__ = [
     "worst_text",
 ]
 
-_UNBOUNDED = 10_000
+PIPE_WIDTH = 120
 SHOWN = ("recall@1", "recall@5", "ndcg@10", "mrr@10")
 
 
@@ -43,11 +44,21 @@ def say(text: str, *, file: IO[str] | None = None) -> None:
 
 
 def render(table: Table) -> str:
-    """Returns a table as text, as wide as it has to be: a number is never cut or wrapped; no colours in a pipe."""
-    console = Console(width=_UNBOUNDED, highlight=False, force_jupyter=False)
+    """Returns a table as text: no number is cut or wrapped, words wrap where they may; no colours in a pipe."""
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, force_jupyter=False)
+    console.width = max(console.width, _needed_width(console, table))
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
+
+
+def _needed_width(console: Console, table: Table) -> int:
+    """Returns the width at which no column that must not wrap is cut: rich cuts them where the terminal is narrow."""
+    options, width = console.options.update(max_width=10_000), 1
+    for column in table.columns:
+        sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+        width += 3 + max(size.maximum if column.no_wrap else size.minimum for size in sizes)
+    return width
 
 
 def evaluation_line(
