@@ -9,6 +9,7 @@ import sys
 import warnings
 import zipfile
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fullrank import Finding, GoldenSet, Result
 from fullrank._errors import DataError, MissingExtraError, SettingError
 from fullrank.checkpoints import Evaluation
 from fullrank.page import _templates, write_report
+from fullrank.runfolder import read_run_folder
 
 NASTY = [
     "<script>alert(1)</script>",
@@ -295,6 +297,38 @@ def test_several_golden_sets(tmp_path):
     assert errors_of(text) == []
 
 
+def test_a_weighted_sum_has_no_interval_of_one_metric(tmp_path):
+    folder = write_run(tmp_path / "run", [0.3, 0.8])
+    path = folder / "fullrank" / "history.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "score": line["score"] / 2 + 0.1}) + "\n" for line in lines))
+    assert "Best: step 10 by objective" in page_of(folder, tmp_path)[0].text
+    assert read_run_folder(folder).intervals == {}
+
+
+def test_what_did_not_choose_is_not_said_to_have(tmp_path):
+    folder = write_run(tmp_path / "run", [0.3, 0.8])
+    with pytest.raises(SettingError, match="'map@3' did not choose in this run; what did is 'recall@1', 'ndcg@10'"):
+        write_report(folder, tmp_path / "out.html", metric="map@3")
+    assert "by ndcg@10" in page_of(folder, tmp_path, metric="ndcg@10")[0].text
+
+
+def test_a_step_of_an_abandoned_branch_is_no_point_of_the_curve(tmp_path):
+    """Resumed at step 10: the stored best of step 20 stays a candidate and is marked, but the line goes on without."""
+    folder = write_run(tmp_path / "run", [0.3, 0.4, 0.9, 0.5])
+    path = folder / "fullrank" / "history.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[2]["note"] = "abandoned branch"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:2], lines[3], lines[2]]))
+    page, text = page_of(folder, tmp_path)
+    assert "Best: step 20" in page.text
+    assert "best; abandoned branch" in page.text
+    (line,) = re.findall(
+        r'<path d="([^"]*)" clip-path="[^"]*" style="[^"]*stroke: var\(--main\); stroke-width: 1.5', text
+    )
+    assert line.count(" L ") == 2
+
+
 def test_the_fullrank_folder_itself(run_folder, tmp_path):
     page, _ = page_of(run_folder / "fullrank", tmp_path)
     assert "Best: step 30" in page.text
@@ -430,6 +464,27 @@ def test_markdown_shows_markup_as_text(run_folder, tmp_path):
     assert not tags & {"script", "img", "svg", "a", "b", "title"}
     assert page.text.count("recall@1") >= 2
     assert "Best: step 30 by recall@1: +" in text.splitlines()[2]
+
+
+def test_markdown_is_the_expected_file(tmp_path):
+    def make(right, name):
+        ids = ("q1", "q2", "q3", "q4")
+        values = np.array([1.0] * right + [0.0] * (4 - right))
+        hits = {q: [("good", 0.9), ("x", 0.5)] if i < right else [("x", 0.8), ("good", 0.6)] for i, q in enumerate(ids)}
+        return Result(
+            {"recall@1": right / 4},
+            {"recall@1": values},
+            ids,
+            {"n_unanswerable": 2, "n_documents": 3},
+            hits={**hits, "u1": [("x", 0.55)], "u2": [("x", 0.3)]},
+            qrels={**{q: {"good": 1} for q in ids}, "u1": {}, "u2": {}},
+            queries={q: f"question {q}" for q in ids},
+            groups={"q1": "fact", "q2": "fact", "q3": "how-to|x", "q4": "how-to|x"},
+            provenance={"name": name, "data": "abc"},
+        )
+
+    text = write_report([make(1, "base"), make(3, "tuned")], tmp_path / "out.md").read_text()
+    assert text == (Path(__file__).parent / "expected" / "report.md").read_text()
 
 
 def test_markdown_tables_have_the_columns_of_their_heads(run_folder, tmp_path):

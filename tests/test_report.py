@@ -231,6 +231,22 @@ def test_comparison_table_shows_what_compare_says():
     assert "\x1b" not in table
 
 
+def test_tables_are_the_expected_text():
+    assert comparison_table(make_result(40), make_result(60), metrics=["recall@1", "mrr@10"], title="Held out") == (
+        "Held out\n"
+        "metric   ┃   base ┃   best ┃ points ┃    95 % interval ┃      p ┃ won / lost\n"
+        "━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━\n"
+        "recall@1 │ 0.4000 │ 0.6000 │ +20.00 │ +12.00 to +28.00 │ 0.0001 │     20 / 0\n"
+        "mrr@10   │ 0.4000 │ 0.6000 │ +20.00 │ +12.00 to +28.00 │ 0.0001 │     20 / 0"
+    )
+    assert result_table(make_result(50, metrics=("recall@1",)), title="dev") == (
+        "dev\n"
+        "metric   ┃  value ┃     95% interval\n"
+        "━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━━\n"
+        "recall@1 │ 0.5000 │ 0.4000 to 0.6000"
+    )
+
+
 def test_comparison_table_of_a_loss_and_of_no_change():
     assert rows_of(comparison_table(make_result(60), make_result(40)))["mrr@10"][2] == "-20.00"
     assert rows_of(comparison_table(make_result(60), make_result(40)))["mrr@10"][5] == "0 / 20"

@@ -74,6 +74,12 @@ def test_reads_back_equal(tmp_path, result):
     assert Result.load(str(path)).query_ids == result.query_ids
 
 
+def test_half_of_a_surrogate_pair_reads_back(tmp_path):
+    """Broken text is in real data; what was saved must be readable."""
+    result = make(queries={"q1": "half \ud83d of a pair"})
+    assert Result.load(result.save(tmp_path / "r.json")) == result
+
+
 def test_equal_results_are_equal(tmp_path):
     result = make()
     assert Result.load(result.save(tmp_path / "r.json")) == result

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
-from fullrank._errors import DataError, FullrankError
+from fullrank._errors import DataError, FullrankError, SettingError, first_few
 from fullrank.checkpoints import Evaluation, best_of
 from fullrank.journal import FILE, read_history, result_name
 from fullrank.result import Result
@@ -21,6 +21,7 @@ from fullrank.store import BestStore
 
 __all__ = ["Run", "is_run", "read_run_folder", "run_of_results"]
 
+COMPOSITE = "objective"
 MAX_INTERVALS = 60
 """Evaluations whose result is read for its interval; more would not show in a figure, and take seconds each."""
 IN_BATCH_TAGS = {"train/in_batch_acc": "in-batch accuracy", "train/in_batch_mrr": "in-batch MRR", "train/loss": "loss"}
@@ -81,6 +82,7 @@ def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, 
 
     Raises:
         DataError: no journal there, an empty one, or one that cannot be read.
+        SettingError: ``metric`` is not what chose.
     """
     folder = path if (path / FILE).is_file() else path / "fullrank"
     history = read_history(folder / FILE)
@@ -89,7 +91,7 @@ def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, 
             f"{path} holds no run: expected a {FILE} with one line for each evaluation, in it or in fullrank/"
         )
     notes: list[str] = []
-    label = metric or _label(history)
+    label = _label(history, metric)
     sets = _sets(folder, history)
     leading, name = _leading(label, sets, history)
     stored = _noted(lambda: BestStore(folder / "best").best, notes)
@@ -120,7 +122,8 @@ def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, 
         best=best,
         best_step=best_step,
         others=tuple((s, b, a) for s, b, a in others if s and b and a),
-        intervals=_intervals(folder, history, leading, name, best_step, notes),
+        # The interval of one metric is not that of a weighted sum.
+        intervals={} if label == COMPOSITE else _intervals(folder, history, leading, name, best_step, notes),
         curves=_curves(folder, notes),
         guards=dict(guards or {}),
         folder=stored.path if stored else None,
@@ -158,10 +161,16 @@ def _noted(read: Callable[[], T], notes: list[str]) -> T | None:
         return None
 
 
-def _label(history: Sequence[Evaluation]) -> str:
+def _label(history: Sequence[Evaluation], metric: str | None) -> str:
+    """Returns what chose: the first metric that is the score wherever there is one, else the composite."""
     scored = [line for line in history if line.status == "ok" and line.metrics]
     names = [name for name in scored[0].metrics if all(_equals(line, name) for line in scored)] if scored else []
-    return names[0] if names else "objective"
+    if metric is None or (not names and metric == COMPOSITE):
+        return names[0] if names else COMPOSITE
+    fitting = [name for name in names if metric in (name, name.rpartition("/")[2])]
+    if scored and not fitting:
+        raise SettingError(f"{metric!r} did not choose in this run; what did is {first_few(names) or COMPOSITE}")
+    return fitting[0] if fitting else metric
 
 
 def _equals(line: Evaluation, name: str) -> bool:
@@ -180,7 +189,7 @@ def _sets(folder: Path, history: Sequence[Evaluation]) -> list[str | None]:
 def _leading(label: str, sets: Sequence[str | None], history: Sequence[Evaluation]) -> tuple[str | None, str]:
     """Returns (golden set, metric) whose queries the report shows."""
     set_name, _, metric = label.rpartition("/")
-    if label != "objective":
+    if label != COMPOSITE:
         return set_name or (sets[0] if None not in sets else None), metric
     first = next((name for line in history for name in line.metrics), "recall@1")
     return first.rpartition("/")[0] or None, first.rpartition("/")[2]
