@@ -414,6 +414,18 @@ def test_in_batch_curves_come_from_the_events(tmp_path):
     assert text.count(">in-batch accuracy</text>") == 1
 
 
+def test_in_batch_numbers_that_go_another_way_are_a_warning(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = write_run(tmp_path / "run", [0.9, 0.7, 0.5, 0.3, 0.1])
+    with SummaryWriter(str(folder / "runs" / "x")) as writer:
+        for step in range(41):
+            writer.add_scalar("train/in_batch_acc", 0.5 + step / 100, step)
+    page, _ = page_of(folder, tmp_path)
+    assert "warning" in page.text
+    assert "in-batch accuracy" in page.text.split("Checks")[-1]
+
+
 def test_other_data_gives_a_note(tmp_path):
     result = make_result(0.5)
     page, _ = page_of(result, tmp_path, golden=golden_of(result))

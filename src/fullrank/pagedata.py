@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from fullrank import figures
 from fullrank.abstention import Abstention, Threshold
+from fullrank.advice import diverging
 from fullrank.checkpoints import Evaluation
 from fullrank.comparison import Comparison
 from fullrank.data import GoldenSet
+from fullrank.journal import ABANDONED
 from fullrank.pagerows import (
     Row,
     abstention_row,
@@ -128,7 +130,7 @@ def page_data(run: Run, *, golden: GoldenSet | None = None) -> PageData:
         n_holes=len(holes),
         judged=shown.judged if shown else 0.0,
         guards=_guards(run),
-        findings=[*(shown.findings if shown else ()), *(golden.check() if golden else ())],
+        findings=[*_advice(run), *(shown.findings if shown else ()), *(golden.check() if golden else ())],
         timing=_timing(run, shown),
         provenance=_provenance(run, shown),
         evaluations=[_evaluation(line, run) for line in run.history[:EVALUATIONS]],
@@ -248,6 +250,15 @@ def _ranked(shown: Result | None) -> str:
 
 def _cut(notes: list[str]) -> list[str]:
     return notes if len(notes) <= NOTES else [*notes[:NOTES], f"and {len(notes) - NOTES} more of this kind"]
+
+
+def _advice(run: Run) -> list[Finding]:
+    """Returns a warning where the in-batch numbers of the run go another way than its score."""
+    scores = [(line.step, line.score) for line in run.history if line.note != ABANDONED]
+    band = run.intervals.get(run.best_step) if run.best_step is not None else None
+    half = None if band is None else (band.high - band.low) / 2
+    found = diverging(scores, run.curves.get("in-batch accuracy", ()), interval=half, metric=run.label)
+    return [found] if found else []
 
 
 def _evaluation(line: Evaluation, run: Run) -> Row:

@@ -27,7 +27,7 @@ MAX_INTERVALS = 60
 IN_BATCH_TAGS = {"train/in_batch_acc": "in-batch accuracy", "train/in_batch_mrr": "in-batch MRR", "train/loss": "loss"}
 
 T = TypeVar("T")
-Curve = tuple[tuple[float, float], ...]
+Curve = tuple[tuple[int, float], ...]
 """(step, value) pairs."""
 
 
