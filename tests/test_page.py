@@ -1,5 +1,6 @@
 """The report page: whole, valid, escaped, and honest about what it could not read."""
 
+import dataclasses
 import html
 import json
 import re
@@ -237,6 +238,14 @@ def test_times_have_their_units(written):
     page, _ = written
     for part in ("one query, p50 3.25 ms", "documents per second 1,234", "encode 1.50 s"):
         assert part.replace(" ", "") in page.text.replace(" ", "")
+
+
+def test_a_finding_of_results_and_data_stands_once(tmp_path):
+    result = make_result(0.5)
+    again = golden_of(result).check()
+    assert again
+    page, _ = page_of(dataclasses.replace(result, findings=tuple(again)), tmp_path, golden=golden_of(result))
+    assert page.text.count(again[0].message) == 1
 
 
 def test_a_guard_below_its_floor_is_named(written):

@@ -57,6 +57,7 @@ def demo(
     if found.best is not None:
         say(f"Best weights: {found.best.path}")
     say(f"Curves:       tensorboard --logdir {out}")
+    say(f"Report:       fullrank report {out} --html report.html")
     say(f"Journal:      {out / 'fullrank' / 'history.jsonl'}")
     say(f"{run.seconds:.0f} s in all")
     raise typer.Exit(0 if found.improved else 1)

@@ -130,7 +130,7 @@ def page_data(run: Run, *, golden: GoldenSet | None = None) -> PageData:
         n_holes=len(holes),
         judged=shown.judged if shown else 0.0,
         guards=_guards(run),
-        findings=[*_advice(run), *(shown.findings if shown else ()), *(golden.check() if golden else ())],
+        findings=_findings(run, shown, golden),
         timing=_timing(run, shown),
         provenance=_provenance(run, shown),
         evaluations=[_evaluation(line, run) for line in run.history[:EVALUATIONS]],
@@ -176,7 +176,8 @@ def _tiles(run: Run, shown: Result | None, found: Comparison | None) -> list[tup
     for name, result in (("base", run.base), ("best", run.best if run.best is not run.base else None)):
         if result is not None and run.metric in result.metrics and result.query_ids:
             low, high = result.ci(run.metric)
-            tiles.append((f"{run.metric}, {name}", f"{result.metrics[run.metric]:.4f}", f"{low:.4f} to {high:.4f}"))
+            label = run.metric if run.best is None and not run.history else f"{run.metric}, {name}"
+            tiles.append((label, f"{result.metrics[run.metric]:.4f}", f"{low:.4f} to {high:.4f}"))
     if found:
         low, high = found.interval
         remark = f"{100 * low:+.2f} to {100 * high:+.2f}, p = {found.p_value:.4f}"
@@ -252,6 +253,12 @@ def _cut(notes: list[str]) -> list[str]:
     return notes if len(notes) <= NOTES else [*notes[:NOTES], f"and {len(notes) - NOTES} more of this kind"]
 
 
+def _findings(run: Run, shown: Result | None, golden: GoldenSet | None) -> list[Finding]:
+    """Returns what stood out in the run, its results and the data, each once."""
+    found = [*_advice(run), *(shown.findings if shown else ()), *(golden.check() if golden else ())]
+    return list({(finding.kind, finding.message): finding for finding in found}.values())
+
+
 def _advice(run: Run) -> list[Finding]:
     """Returns a warning where the in-batch numbers of the run go another way than its score."""
     scores = [(line.step, line.score) for line in run.history if line.note != ABANDONED]
@@ -281,6 +288,8 @@ def _timing(run: Run, shown: Result | None) -> list[tuple[str, str]]:
         said = name.replace("_", " ")
         if name.endswith("_per_second"):
             rows.append((f"{said.removesuffix(' per second')} per second", f"{value:,.0f}"))
+        elif name == "padding":
+            rows.append(("padding, share of the encoded tokens", f"{value:.0%}"))
         elif "_ms_" in name:
             rows.append((f"one {said.replace(' ms ', ', ')}", f"{value:,.2f} ms"))
         else:
