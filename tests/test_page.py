@@ -193,10 +193,9 @@ def test_the_verdict_comes_first_and_every_part_is_there(written):
 
 def test_every_figure_says_in_words_what_it_shows(written):
     page, text = written
-    figures = [attrs for tag, attrs in page.tags if tag == "figure"]
+    figures = [attrs for tag, attrs in page.tags if attrs.get("role") == "img"]
     assert len(figures) == sum(tag == "svg" for tag, _ in page.tags) == 4
     for attrs in figures:
-        assert attrs["role"] == "img"
         assert len(attrs["aria-label"]) > 20
     assert "at 5 evaluations, of which 1 failed; step 30 was kept" in figures[0]["aria-label"]
     assert "failed: 1, no value" in text
@@ -381,6 +380,13 @@ def test_without_unanswerable_queries_it_says_so(tmp_path):
     assert "Not measured: all 60 queries have an answer" in page.text
 
 
+def test_the_target_of_the_threshold_can_be_set(tmp_path):
+    page, _ = page_of(make_result(0.5), tmp_path, max_false_answer_rate=0.25)
+    assert "answers at most 25 % of the 12 queries without an answer" in page.text
+    with pytest.raises(SettingError, match="must lie between 0 and 1"):
+        write_report(make_result(0.5), tmp_path / "no.html", max_false_answer_rate=2)
+
+
 def test_results_without_lists_texts_or_types(tmp_path):
     bare = make_result(0.5, hits={}, queries={}, groups={}, qrels={}, provenance={}, timing={}, findings=())
     page, text = page_of(bare, tmp_path)
@@ -408,6 +414,14 @@ def test_damaged_event_files_are_named(tmp_path):
     (folder / "runs" / "x").mkdir(parents=True)
     (folder / "runs" / "x" / "events.out.tfevents.1.h.1").write_bytes(b"\x00garbage" * 50)
     assert "Best: step 10" in page_of(folder, tmp_path)[0].text
+
+
+def test_huge_event_files_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("fullrank.runfolder.MAX_EVENT_BYTES", 100)
+    folder = write_run(tmp_path / "run", [0.3, 0.8])
+    (folder / "runs" / "x").mkdir(parents=True)
+    (folder / "runs" / "x" / "events.out.tfevents.1.h.1").write_bytes(b"x" * 101)
+    assert "have 0 MiB and were not read" in page_of(folder, tmp_path)[0].text
 
 
 def test_in_batch_curves_come_from_the_events(tmp_path):

@@ -15,7 +15,7 @@ from fullrank._errors import DataError, SettingError
 from fullrank.result import Result
 from fullrank.stats import N_RESAMPLES, Interval, mean_interval
 
-__all__ = ["Abstention", "GroupRates", "Threshold", "abstention", "threshold_for"]
+__all__ = ["MAX_FALSE_ANSWER_RATE", "Abstention", "GroupRates", "Threshold", "abstention", "threshold_for"]
 
 Scores = NDArray[np.float64]
 

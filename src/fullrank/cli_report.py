@@ -8,6 +8,7 @@ import typer
 
 from fullrank._errors import SettingError
 from fullrank._files import write_atomically
+from fullrank.abstention import MAX_FALSE_ANSWER_RATE
 from fullrank.doors import Split, app, refuse_unwritable
 from fullrank.labelling import write_holes
 from fullrank.loaders import load_golden
@@ -28,6 +29,9 @@ def report(
     split: Split = "test",
     metric: Annotated[str | None, typer.Option(help="What chose; default: what the journal says.")] = None,
     holes: Annotated[Path | None, typer.Option(help="Where unjudged documents go, for labelling.")] = None,
+    max_false_answers: Annotated[
+        float, typer.Option(help="Share of the queries without an answer that may be answered.")
+    ] = MAX_FALSE_ANSWER_RATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print verdict, metrics and files as JSON.")] = False,
 ) -> None:
     """Write one page on a run or on results: verdict, curves, tables, worst queries. It needs nothing beside it.
@@ -44,7 +48,7 @@ def report(
             refuse_unwritable(path)
     golden = None if data is None else load_golden(data, split)
     run = read_source(source, metric=metric)
-    content = page_data(run, golden=golden)
+    content = page_data(run, golden=golden, max_false_answer_rate=max_false_answers)
     written = [write_atomically(path, build(content)) for path, build in wanted if path is not None]
     shown = run.best or run.base
     if holes is not None:

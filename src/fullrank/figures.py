@@ -72,7 +72,7 @@ def curve_figure(
     if best_step is not None and best is not None:
         text = f"best: step {best_step}, {best:.4f}"
         top.plot([best_step], [best], color=GOOD, marker="*", markersize=15, linestyle="none", label=text)
-    failed = [e.step for e in history if e.status != "ok"]
+    failed = [e.step for e in history if e.status == "failed"]
     if failed:
         # On the lower edge of the axes, not at a value: a failed evaluation has none.
         text = f"failed: {len(failed)}, no value"

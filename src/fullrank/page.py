@@ -14,6 +14,7 @@ import fullrank
 from fullrank._errors import SettingError
 from fullrank._files import write_atomically
 from fullrank._optional import require
+from fullrank.abstention import MAX_FALSE_ANSWER_RATE
 from fullrank.data import GoldenSet
 from fullrank.pagedata import PageData, page_data
 from fullrank.report import literal
@@ -38,6 +39,7 @@ def write_report(
     golden: GoldenSet | None = None,
     metric: str | None = None,
     guards: Mapping[str, float] | None = None,
+    max_false_answer_rate: float = MAX_FALSE_ANSWER_RATE,
 ) -> Path:
     """Writes the report of a run or of results, and returns the path.
 
@@ -47,13 +49,16 @@ def write_report(
         path: ``.md`` writes Markdown for a pull request, anything else one HTML page.
         golden: gives the texts of the documents, and the findings of its checks.
         metric: what chose; default: what the journal says, or the first metric.
-        guards: floors of guards, ``{"<set>/<metric>": floor}``.
+        guards: floors of guards, by the name of the metric in the journal: ``{"<set>/<metric>": floor}``.
+        max_false_answer_rate: what the suggested threshold keeps to, see `fullrank.threshold_for`.
 
     Raises:
         DataError: nothing there to report on, or a file that cannot be read.
+        SettingError: ``metric`` is not what chose, or was not computed.
         MissingExtraError: jinja2 or matplotlib is not installed.
     """
-    content = page_data(read_source(source, metric=metric, guards=guards), golden=golden)
+    run = read_source(source, metric=metric, guards=guards)
+    content = page_data(run, golden=golden, max_false_answer_rate=max_false_answer_rate)
     text = markdown_page(content) if Path(path).suffix == ".md" else html_page(content)
     return write_atomically(path, text)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fullrank import figures
-from fullrank.abstention import Abstention, Threshold
+from fullrank.abstention import MAX_FALSE_ANSWER_RATE, Abstention, Threshold
 from fullrank.advice import diverging
 from fullrank.checkpoints import Evaluation
 from fullrank.comparison import Comparison
@@ -93,8 +93,14 @@ class PageData:
     ranked: str
 
 
-def page_data(run: Run, *, golden: GoldenSet | None = None) -> PageData:
-    """Returns what the report of ``run`` says; texts of documents where ``golden`` holds them."""
+def page_data(
+    run: Run, *, golden: GoldenSet | None = None, max_false_answer_rate: float = MAX_FALSE_ANSWER_RATE
+) -> PageData:
+    """Returns what the report of ``run`` says; texts of documents where ``golden`` holds them.
+
+    Raises:
+        SettingError: a rate outside [0, 1].
+    """
     notes = list(run.notes)
     shown = run.best if run.best is not None else run.base
     corpus = texts_of(golden, shown, notes)
@@ -104,7 +110,7 @@ def page_data(run: Run, *, golden: GoldenSet | None = None) -> PageData:
     if shown is not None and shown.bound:
         text += f" {_ranked(shown)}"
     moved = changes(base, run.best, run.metric) if found else []
-    sweep, missing = swept(shown)
+    sweep, missing = swept(shown, max_false_answer_rate)
     charts = _charts(run, [change for change, *_ in moved], sweep)
     holes = shown.holes() if shown else []
     losses, wins = [c for c in moved if c[0] < 0], [c for c in reversed(moved) if c[0] > 0]
@@ -194,7 +200,7 @@ def _tiles(run: Run, shown: Result | None, found: Comparison | None) -> list[tup
 def _charts(run: Run, differences: list[float], sweep: "tuple[Abstention, Threshold] | None") -> dict[str, Row]:
     charts: dict[str, Row] = {}
     if run.history:
-        n_failed = sum(line.status != "ok" for line in run.history)
+        n_failed = sum(line.status == "failed" for line in run.history)
         alt = (
             f"{run.label} on the full corpus at {len(run.history)} evaluations, of which {n_failed} failed; "
             f"{'no step was kept' if run.best_step is None else f'step {run.best_step} was kept'}. "

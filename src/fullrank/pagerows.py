@@ -225,13 +225,15 @@ def query_rows(base: Result | None, shown: Result | None, metric: str) -> list[R
     ]
 
 
-def swept(shown: Result | None) -> tuple[tuple[Abstention, Threshold] | None, str]:
+def swept(shown: Result | None, max_false_answer_rate: float) -> tuple[tuple[Abstention, Threshold] | None, str]:
     """Returns the sweep over thresholds with the suggested one, or None and why there is none."""
+    if shown is None:
+        return None, ""
     try:
-        found = abstention(shown) if shown else None
-        return (found, threshold_for(found)) if found else None, ""
+        found = abstention(shown)
     except DataError as error:
         return None, str(error)
+    return (found, threshold_for(found, max_false_answer_rate=max_false_answer_rate)), ""
 
 
 def abstention_row(found: Abstention, threshold: Threshold) -> Row:

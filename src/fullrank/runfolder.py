@@ -22,6 +22,7 @@ from fullrank.store import BestStore
 __all__ = ["Run", "is_run", "read_run_folder", "run_of_results"]
 
 COMPOSITE = "objective"
+MAX_EVENT_BYTES = 256 << 20
 MAX_INTERVALS = 60
 """Evaluations whose result is read for its interval; more would not show in a figure, and take seconds each."""
 IN_BATCH_TAGS = {"train/in_batch_acc": "in-batch accuracy", "train/in_batch_mrr": "in-batch MRR", "train/loss": "loss"}
@@ -228,6 +229,9 @@ def _curves(folder: Path, notes: list[str]) -> dict[str, Curve]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     newest = max(files, key=lambda file: (file.stat().st_mtime, file.name)).parent
+    if (size := sum(file.stat().st_size for file in newest.glob("events.out.tfevents.*"))) > MAX_EVENT_BYTES:
+        notes.append(f"the TensorBoard events in {newest} have {size >> 20} MiB and were not read")
+        return {}
     try:
         events = EventAccumulator(str(newest), size_guidance={"scalars": 2_000}).Reload()
         tags = set(events.Tags()["scalars"])
