@@ -18,6 +18,7 @@ import pytest
 from fullrank import Finding, GoldenSet, Result
 from fullrank._errors import DataError, MissingExtraError, SettingError
 from fullrank.checkpoints import Evaluation
+from fullrank.journal import result_name
 from fullrank.page import _templates, write_report
 from fullrank.runfolder import read_run_folder
 
@@ -335,6 +336,21 @@ def test_a_step_of_an_abandoned_branch_is_no_point_of_the_curve(tmp_path):
         r'<path d="([^"]*)" clip-path="[^"]*" style="[^"]*stroke: var\(--main\); stroke-width: 1.5', text
     )
     assert line.count(" L ") == 2
+
+
+def test_names_that_look_like_formulas_are_names(tmp_path):
+    """Matplotlib reads text between dollar signs as mathematics, and raises where it is none."""
+    odd = r"a $\frac{$ b $x_1^2$"
+    folder = write_run(tmp_path / "run", [0.3, 0.8], sets=(odd, "faq"))
+    for step in (0, 10):
+        (folder / "fullrank" / f"step-{step}.{odd}.json").rename(folder / "fullrank" / result_name(f"step-{step}", odd))
+    _, text = page_of(folder, tmp_path, guards={f"{odd}/ndcg@10": 0.2})
+    assert text.count(f">{odd}/recall@1</text>") == 1
+    assert text.count(f">{odd}/ndcg@10</text>") == 1
+    _, text = page_of([make_result(0.3), make_result(0.8, name=odd)], tmp_path)
+    assert f">{odd}</text>" in text
+    with pytest.raises(SettingError, match="unknown metric"):
+        write_report(make_result(0.5, metrics=(odd,)), tmp_path / "no.html")
 
 
 def test_the_fullrank_folder_itself(run_folder, tmp_path):

@@ -116,7 +116,7 @@ def results_figure(rows: Sequence[tuple[str, float, Interval]], *, metric: str) 
         colour = BASE if place == 0 else MAIN
         axis.plot([interval.low, interval.high], [y, y], color=colour, linewidth=2, alpha=0.6)
         axis.plot([value], [y], "o", color=colour, markersize=6)
-    axis.set_yticks(range(len(rows), 0, -1), [_cut(name) for name, _, _ in rows], parse_math=False)
+    axis.set_yticks(range(len(rows), 0, -1), [_cut(name) for name, _, _ in rows])
     axis.set_ylim(0.4, len(rows) + 0.6)
     axis.set_xlabel(f"{metric}, 95 % interval")
     return _svg(figure, "results")
@@ -201,16 +201,16 @@ def _figure(height: float, *, rows: int = 1, ratios: Sequence[float] = (1.0,)) -
 
 def _legend(axis: Any) -> None:
     handles, labels = axis.get_legend_handles_labels()
-    drawn = axis.legend(
+    axis.legend(
         handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9, labelcolor=INK,
         borderaxespad=0.2, handlelength=1.6, columnspacing=1.4,
     )  # fmt: skip
-    for text in drawn.get_texts():
-        text.set_parse_math(False)  # a name may hold a dollar sign
 
 
 def _svg(figure: Any, prefix: str) -> str:
     matplotlib = require("matplotlib", extra="report")
+    for text in figure.findobj(require("matplotlib.text", extra="report").Text):
+        text.set_parse_math(False)  # a name may hold a dollar sign
     file = io.BytesIO()
     options = {"svg.fonttype": "none", "svg.hashsalt": prefix, "font.family": "sans-serif"}
     with warnings.catch_warnings(), matplotlib.rc_context(options):
