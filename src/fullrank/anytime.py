@@ -32,17 +32,16 @@ class Documents:
     """Where the embeddings of documents come from.
 
     Attributes:
-        rows: gives float [n, d] for document positions int64 [n], on the device of the queries.
+        rows: gives this rank's share of document positions int64 [n], and for it float [m, d] on the device of the
+            queries, or None where the share is empty.
         order: int64 [documents], the order in which encoding is cheapest.
         same_text: int64 [documents], equal where texts are. Those are asked for together, so that they are encoded once
             and tie by construction.
-        shares: cuts positions into n parts, one for each rank.
     """
 
-    rows: Callable[[NDArray[np.int64]], Tensor]
+    rows: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], Tensor | None]]
     order: NDArray[np.int64]
     same_text: NDArray[np.int64]
-    shares: Callable[[NDArray[np.int64], int], list[NDArray[np.int64]]]
 
 
 class Anytime:
@@ -108,8 +107,7 @@ class Anytime:
 
     def _add(self, block: NDArray[np.int64], *, aim: bool = False) -> None:
         with self.ranks.together():
-            mine = self.documents.shares(block, self.ranks.size)[self.ranks.rank]
-            rows = self.documents.rows(mine) if len(mine) else None
+            mine, rows = self.documents.rows(block)
             ready = {
                 dimensions: None if rows is None else measurement.ready(mine, rows[:, :dimensions])
                 for dimensions, measurement in self.measurements.items()

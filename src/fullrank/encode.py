@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank._errors import EvaluationError, SettingError
+from fullrank.models import is_sharded
 from fullrank.search import Similarity
 from fullrank.tokens import Features, Tokenised, encode_tokens
 
@@ -164,7 +165,11 @@ class SentenceTransformerEncoder:
             )
 
     def _embedding(self, features: Features) -> Tensor:
-        output: Tensor = type(self.model).forward(self.model, features)["sentence_embedding"]
+        if is_sharded(self.model):  # only the hooks of `__call__` bring its weights together
+            with _plain_instance(self.model):
+                output: Tensor = self.model(features)["sentence_embedding"]
+        else:
+            output = type(self.model).forward(self.model, features)["sentence_embedding"]
         return output if self.model.truncate_dim is None else output[:, : self.model.truncate_dim]
 
 

@@ -128,23 +128,21 @@ class EvaluationPlan:
         with ranks.together(), self._undisturbed():
             queries, documents = self._side("query", clock), self._side("document", clock)
             everything = np.arange(len(self.golden.queries))
-            shares = queries.shares(everything, ranks.size)
             with at_precision(precision, queries.device), clock("encode_queries"):
-                mine = shares[ranks.rank]
-                rows = queries.encode(mine, _reporter(progress, queries, clock, ranks)) if len(mine) else None
-        query_rows = _gathered(rows, shares, ranks, queries.device)
+                _, rows = queries.encode_share(everything, ranks, _reporter(progress, queries, clock, ranks))
+        query_rows = _gathered(rows, queries.shares(everything, ranks.size), ranks, queries.device)
         if too_many := [n for n in dims if n is not None and n > query_rows.shape[1]]:
             raise SettingError(f"the model gives {query_rows.shape[1]} dimensions; {too_many[0]} cannot be kept")
         report = _reporter(progress, documents, clock, ranks)
 
-        def encode_documents(index: NDArray[np.int64]) -> Tensor:
+        def encode_documents(block: NDArray[np.int64]) -> tuple[NDArray[np.int64], Tensor | None]:
             with self._undisturbed(), at_precision(precision, documents.device), clock("encode"):
-                return documents.encode(index, report)
+                return documents.encode_share(block, ranks, report)
 
         provenance = self._provenance(precision)
         return Anytime(
             {n: Measurement(self.golden, settings, query_rows[:, :n], clock, ranks) for n in dims},
-            Documents(encode_documents, documents.by_length(), documents.inverse, documents.shares),
+            Documents(encode_documents, documents.by_length(), documents.inverse),
             lambda measurement: _with_text_facts(measurement.result(provenance), self, queries, documents),
             ranks,
         )
