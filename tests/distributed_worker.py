@@ -72,7 +72,7 @@ def some_nan(model, texts, rows):
     return rows
 
 
-class Unpicklable(RuntimeError):
+class UnpicklableError(RuntimeError):
     def __init__(self, text, hook):
         super().__init__(text)
         self.hook = hook
@@ -145,7 +145,7 @@ def errors(rank):
         "query": Plain(raises(ValueError("a query on rank 1"), 1)),
         "judged": Plain(raises(KeyError("a judged document on rank 1"), 2)),
         "middle": Plain(raises(ZeroDivisionError("a document on rank 1"), 3)),
-        "unpicklable": Plain(raises(Unpicklable("holds a lambda", lambda: 0), 3)),
+        "unpicklable": Plain(raises(UnpicklableError("holds a lambda", lambda: 0), 3)),
         "nan": Plain(one_nan),
     }
     for name, model in failing.items():

@@ -234,7 +234,9 @@ def long_golden(tiny_golden):
 def forwards_of(model):
     """Counts texts that go through the model, in a list of one."""
     texts = [0]
-    model[0].register_forward_hook(lambda _, features, __: texts.__setitem__(0, texts[0] + len(features[0]["input_ids"])))
+    model[0].register_forward_hook(
+        lambda _, features, __: texts.__setitem__(0, texts[0] + len(features[0]["input_ids"]))
+    )
     return texts
 
 
@@ -265,8 +267,10 @@ def test_a_model_that_may_reach_the_value_is_evaluated_to_the_end(tiny_st, long_
     for value in (0.0, exact.metrics["recall@1"], -1):
         found = evaluate(model, long_golden, stop_below={"recall@1": value})
         assert found.metrics == exact.metrics
-        assert found.hits == exact.hits
         assert found.counts == exact.counts
+        for q, hits in exact.hits.items():  # other batches: the last bit of an embedding may differ
+            assert [d for d, _ in found.hits[q]] == [d for d, _ in hits]
+            assert [s for _, s in found.hits[q]] == pytest.approx([s for _, s in hits], abs=1e-6)
         assert (found.bound, found.eligible, found.coverage) == (False, True, 1.0)
 
 

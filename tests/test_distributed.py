@@ -146,9 +146,9 @@ def test_an_error_that_cannot_travel_keeps_its_text(together):
     for rank in range(size):
         kind, text = json.loads((out / f"errors-{rank}.json").read_text())["unpicklable"]
         if rank == 1:
-            assert (kind, text) == ("Unpicklable", "holds a lambda")
+            assert (kind, text) == ("UnpicklableError", "holds a lambda")
         else:
-            assert (kind, text) == (EvaluationError.__name__, "rank 1 stopped with Unpicklable: holds a lambda")
+            assert (kind, text) == (EvaluationError.__name__, "rank 1 stopped with UnpicklableError: holds a lambda")
 
 
 def test_non_finite_embeddings_on_one_rank_stop_all_ranks(together):

@@ -153,6 +153,8 @@ def extend_until(
 
 def values_to_beat(stop_below: Mapping[str, float]) -> dict[Metric, float]:
     """Returns ``stop_below`` by metric; raises `SettingError` where a value is no number."""
+    if not isinstance(stop_below, Mapping):
+        raise SettingError(f"stop_below={stop_below!r} must map metrics to values, for example {{'recall@1': 0.61}}")
     for name, value in stop_below.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
             raise SettingError(f"stop_below[{name!r}]={value!r} must be a number, such as the score to beat")

@@ -59,12 +59,18 @@ def compare(
     """Returns the paired comparison of ``candidate`` with ``baseline``, joined by query id.
 
     Raises:
-        DataError: no common query, or the two were made on unlike data or by unlike rules (allowed with
-            ``allow_other_data=True``: then the common queries are compared).
+        DataError: one of them is a bound (`Result.bound`), there is no common query, or the two were made on unlike
+            data or by unlike rules (allowed with ``allow_other_data=True``: then the common queries are compared).
         SettingError: the metric was not computed in both.
     """
     if not isinstance(baseline, Result) or not isinstance(candidate, Result):
         raise DataError("compare needs two results; read them back with fullrank.Result.load(path)")
+    for side, result in (("baseline", baseline), ("candidate", candidate)):
+        if result.bound:
+            raise DataError(
+                f"the {side} is a bound on the score, not a score: it saw {result.counts['n_ranked']:,} of "
+                f"{result.counts['n_documents']:,} documents. Evaluate it on the full corpus"
+            )
     name = baseline.name_of(metric)
     candidate.name_of(metric)
     place = {qid: i for i, qid in enumerate(candidate.query_ids)}

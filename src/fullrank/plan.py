@@ -75,7 +75,8 @@ class EvaluationPlan:
     ) -> Result:
         """Returns the result for the model as it stands now; see `evaluate`."""
         refuse_no_count("pool", pool, "a whole number of documents from 1 or None")
-        values = values_to_beat(stop_below or {})
+        values = values_to_beat({} if stop_below is None else stop_below)
+        first = hard_first(competitors, self.golden)
         session = self.anytime(
             metrics=[*parsed(metrics), *values],
             ties=ties,
@@ -84,7 +85,6 @@ class EvaluationPlan:
             on_nonfinite=on_nonfinite,
             progress=progress,
         )
-        first = hard_first(competitors, self.golden)
         within = None if pool is None else pool_positions(self.golden, pool, first)
         extend_until(session, first, values, within=within)
         return session.result()
@@ -99,7 +99,8 @@ class EvaluationPlan:
         progress: Progress | None = None,
     ) -> dict[int, Result]:
         """Returns the results at each of ``dims``; see `evaluate_dims`."""
-        if not dims or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in dims):
+        whole = isinstance(dims, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in dims)
+        if not whole or not dims or min(dims) < 1:
             raise SettingError(f"dims={dims!r} must be whole numbers from 1, for example [384, 128, 64]")
         session = self.anytime(metrics=metrics, ties=ties, precision=precision, progress=progress, dims=dims)
         session.extend(session.remaining)
