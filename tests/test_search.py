@@ -563,3 +563,27 @@ def test_short_documents_after_long_ones(similarity):
     assert torch.equal(found.top_docs, table.sort(dim=1, descending=True, stable=True).indices[:, :4])
     goal = table[pairs.query, pairs.doc][:, None]
     assert torch.equal(found.better, (table > goal).sum(dim=1))
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_a_screen_that_errs_as_far_as_it_may_changes_nothing(similarity, monkeypatch):
+    """Real products err far less than `MARGIN`: a margin of half the size would not be noticed by them."""
+    rng = np.random.default_rng(2)
+    queries = rng.standard_normal((8, 12)).astype(np.float32)
+    documents = (rng.standard_normal(12) * (1 + 3e-5 * rng.standard_normal((120, 12)))).astype(np.float32)
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    documents /= np.linalg.norm(documents, axis=1, keepdims=True)
+    pairs = [(q, d) for q in range(8) for d in range(0, 120, 17)]
+    expected = oracle(score_matrix(queries, documents, similarity), pairs, 6)
+    screen = search.Pass._screen
+
+    def erring(self, rows, tile):
+        scores = screen(self, rows, tile)
+        error = 0.95 * search.MARGIN * (2 if similarity == "euclidean" else 1)
+        return scores + torch.from_numpy(rng.choice([-error, error], scores.shape).astype(np.float32))
+
+    monkeypatch.setattr(search.Pass, "_screen", erring)
+    for size in (7, 40, 120):
+        for tile in (8, 4_096):
+            monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
+            assert_same(search_for(queries, documents, pairs, similarity=similarity, k=6, sizes=size), expected)
