@@ -112,12 +112,14 @@ class Anytime:
                 dimensions: None if rows is None else measurement.ready(mine, rows[:, :dimensions])
                 for dimensions, measurement in self.measurements.items()
             }
-        for dimensions, measurement in self.measurements.items():
-            vectors = ready[dimensions]
-            if aim:  # on every rank, also on one without a judged document
+        if aim:
+            for dimensions, measurement in self.measurements.items():  # also on a rank without a judged document
+                vectors = ready[dimensions]
                 measurement.aim(mine, measurement.queries[:0] if vectors is None else vectors)
-            if vectors is not None:
-                measurement.take(mine, vectors)
+        with self.ranks.together():  # memory may run out here too
+            for dimensions, measurement in self.measurements.items():
+                if (found := ready[dimensions]) is not None:
+                    measurement.take(mine, found)
         self.seen[block] = True
 
 
