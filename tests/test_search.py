@@ -563,3 +563,44 @@ def test_short_documents_after_long_ones(similarity):
     assert torch.equal(found.top_docs, table.sort(dim=1, descending=True, stable=True).indices[:, :4])
     goal = table[pairs.query, pairs.doc][:, None]
     assert torch.equal(found.better, (table > goal).sum(dim=1))
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+def test_a_screen_that_errs_as_far_as_it_may_changes_nothing(similarity, monkeypatch):
+    """Real products err far less than `MARGIN`: a margin of half the size would not be noticed by them."""
+    rng = np.random.default_rng(2)
+    queries = rng.standard_normal((8, 12)).astype(np.float32)
+    documents = (rng.standard_normal(12) * (1 + 3e-5 * rng.standard_normal((120, 12)))).astype(np.float32)
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    documents /= np.linalg.norm(documents, axis=1, keepdims=True)
+    pairs = [(q, d) for q in range(8) for d in range(0, 120, 17)]
+    expected = oracle(score_matrix(queries, documents, similarity), pairs, 6)
+    screen = search.Pass._screen
+
+    def erring(self, rows, tile):
+        scores = screen(self, rows, tile)
+        error = 0.95 * search.MARGIN * (2 if similarity == "euclidean" else 1)
+        return scores + torch.from_numpy(rng.choice([-error, error], scores.shape).astype(np.float32))
+
+    monkeypatch.setattr(search.Pass, "_screen", erring)
+    for size in (7, 40, 120):
+        for tile in (8, 4_096):
+            monkeypatch.setattr(search, "DOCUMENT_TILE", tile)
+            assert_same(search_for(queries, documents, pairs, similarity=similarity, k=6, sizes=size), expected)
+
+
+def test_a_floor_that_stands_on_long_documents_may_be_too_high(monkeypatch):
+    """What long documents are screened too high by may hide short ones that are better."""
+    rng = np.random.default_rng(3)
+    long, short = np.zeros((30, 4), np.float32), np.zeros((60, 4), np.float32)
+    long[:, 0], long[:, 1] = rng.uniform(0, 0.008, 30), 1_000
+    short[:, 0], short[:, 2] = rng.uniform(0, 0.01, 60), 1
+    documents, queries = np.concatenate([long, short]), np.eye(1, 4, dtype=np.float32)
+    expected = oracle(score_matrix(queries, documents, "dot"), [(0, 3), (0, 50)], 5)
+    assert sum(doc >= 30 for doc in expected.top_docs[0]) > 1
+    screen = search.Pass._screen
+    monkeypatch.setattr(
+        search.Pass, "_screen", lambda self, rows, tile: screen(self, rows, tile) + 0.95 * search.MARGIN * tile.scale
+    )
+    for size in (5, 30, 90):
+        assert_same(search_for(queries, documents, [(0, 3), (0, 50)], similarity="dot", k=5, sizes=size), expected)

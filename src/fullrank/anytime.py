@@ -32,17 +32,16 @@ class Documents:
     """Where the embeddings of documents come from.
 
     Attributes:
-        rows: gives float [n, d] for document positions int64 [n], on the device of the queries.
+        rows: gives this rank's share of document positions int64 [n], and for it float [m, d] on the device of the
+            queries, or None where the share is empty.
         order: int64 [documents], the order in which encoding is cheapest.
         same_text: int64 [documents], equal where texts are. Those are asked for together, so that they are encoded once
             and tie by construction.
-        shares: cuts positions into n parts, one for each rank.
     """
 
-    rows: Callable[[NDArray[np.int64]], Tensor]
+    rows: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], Tensor | None]]
     order: NDArray[np.int64]
     same_text: NDArray[np.int64]
-    shares: Callable[[NDArray[np.int64], int], list[NDArray[np.int64]]]
 
 
 class Anytime:
@@ -108,18 +107,19 @@ class Anytime:
 
     def _add(self, block: NDArray[np.int64], *, aim: bool = False) -> None:
         with self.ranks.together():
-            mine = self.documents.shares(block, self.ranks.size)[self.ranks.rank]
-            rows = self.documents.rows(mine) if len(mine) else None
+            mine, rows = self.documents.rows(block)
             ready = {
                 dimensions: None if rows is None else measurement.ready(mine, rows[:, :dimensions])
                 for dimensions, measurement in self.measurements.items()
             }
-        for dimensions, measurement in self.measurements.items():
-            vectors = ready[dimensions]
-            if aim:  # on every rank, also on one without a judged document
+        if aim:
+            for dimensions, measurement in self.measurements.items():  # also on a rank without a judged document
+                vectors = ready[dimensions]
                 measurement.aim(mine, measurement.queries[:0] if vectors is None else vectors)
-            if vectors is not None:
-                measurement.take(mine, vectors)
+        with self.ranks.together():  # memory may run out here too
+            for dimensions, measurement in self.measurements.items():
+                if (found := ready[dimensions]) is not None:
+                    measurement.take(mine, found)
         self.seen[block] = True
 
 
@@ -155,6 +155,8 @@ def extend_until(
 
 def values_to_beat(stop_below: Mapping[str, float]) -> dict[Metric, float]:
     """Returns ``stop_below`` by metric; raises `SettingError` where a value is no number."""
+    if not isinstance(stop_below, Mapping):
+        raise SettingError(f"stop_below={stop_below!r} must map metrics to values, for example {{'recall@1': 0.61}}")
     for name, value in stop_below.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
             raise SettingError(f"stop_below[{name!r}]={value!r} must be a number, such as the score to beat")

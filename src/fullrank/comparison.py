@@ -78,8 +78,8 @@ def compare(
     """Returns the paired comparison of ``candidate`` with ``baseline``, joined by query id.
 
     Raises:
-        DataError: no common query, or the two were made on unlike data or by unlike rules (allowed with
-            ``allow_other_data=True``: then the common queries are compared), or one is a bound.
+        DataError: one of them is a bound (`Result.bound`), there is no common query, or the two were made on unlike
+            data or by unlike rules (allowed with ``allow_other_data=True``: then the common queries are compared).
         SettingError: the metric was not computed in both.
     """
     return compare_paired(join(baseline, candidate, metric, allow_other_data=allow_other_data), level=level, seed=seed)
@@ -89,14 +89,14 @@ def join(baseline: Result, candidate: Result, metric: str | Metric, *, allow_oth
     """Returns the values of ``metric`` in both results, joined by query id; raises as `compare` does."""
     if not isinstance(baseline, Result) or not isinstance(candidate, Result):
         raise DataError("compare needs two results; read them back with fullrank.Result.load(path)")
+    for side, result in (("baseline", baseline), ("candidate", candidate)):
+        if result.bound:
+            raise DataError(
+                f"the {side} is a bound: it saw only a part of the corpus, so its metrics are upper limits and no "
+                "scores. Evaluate it on the full corpus"
+            )
     name = baseline.name_of(metric)
     candidate.name_of(metric)
-    if baseline.bound or candidate.bound:
-        which = "baseline" if baseline.bound else "candidate"
-        raise DataError(
-            f"the {which} is a bound: it saw only a part of the corpus, so its metrics are upper limits and no scores. "
-            "Evaluate it on the full corpus"
-        )
     place = {qid: i for i, qid in enumerate(candidate.query_ids)}
     common = [(i, place[qid]) for i, qid in enumerate(baseline.query_ids) if qid in place]
     if not common:

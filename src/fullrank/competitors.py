@@ -3,23 +3,29 @@
 Promise: pure functions of finished results; the order changes how soon an evaluation can stop, never what it finds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fullrank._errors import SettingError
 from fullrank.data import GoldenSet
 from fullrank.result import Result
 
 __all__ = ["hard_first", "pool_positions"]
 
 
-def hard_first(results: Iterable[Result], golden: GoldenSet) -> NDArray[np.int64]:
+def hard_first(results: Sequence[Result], golden: GoldenSet) -> NDArray[np.int64]:
     """Returns the positions of the documents in the lists of ``results``, the most disturbing first.
 
     A document counts 1 / rank for each query that it is listed for, in each result: what stands at the top for many
     queries pushes most answers down.
+
+    Raises:
+        SettingError: something else than results.
     """
+    if not isinstance(results, Sequence) or not all(isinstance(result, Result) for result in results):
+        raise SettingError(f"competitors must be a list of results, got {type(results).__name__}")
     place = {doc_id: i for i, doc_id in enumerate(golden.doc_ids)}
     weight: dict[int, float] = {}
     for result in results:

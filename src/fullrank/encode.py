@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fullrank._errors import EvaluationError, SettingError
+from fullrank.models import is_sharded
 from fullrank.search import Similarity
 from fullrank.tokens import Features, Tokenised, encode_tokens
 
@@ -164,7 +165,11 @@ class SentenceTransformerEncoder:
             )
 
     def _embedding(self, features: Features) -> Tensor:
-        output: Tensor = type(self.model).forward(self.model, features)["sentence_embedding"]
+        if is_sharded(self.model):  # only the hooks of `__call__` bring its weights together
+            with _plain_instance(self.model):
+                output: Tensor = self.model(features)["sentence_embedding"]
+        else:
+            output = type(self.model).forward(self.model, features)["sentence_embedding"]
         return output if self.model.truncate_dim is None else output[:, : self.model.truncate_dim]
 
 
@@ -339,7 +344,7 @@ def _checked_embeddings(raw: object, n: int) -> Tensor:
     """Returns ``raw`` (tensor, array, or list of either) as a tensor [n, d]."""
     if isinstance(raw, Tensor):
         out = raw
-    elif isinstance(raw, np.ndarray):
+    elif isinstance(raw, np.ndarray) and raw.dtype.kind in "fiubc":
         out = torch.from_numpy(np.ascontiguousarray(raw))
     else:
         try:
@@ -347,6 +352,8 @@ def _checked_embeddings(raw: object, n: int) -> Tensor:
             out = torch.stack(list(raw)) if tensors else torch.as_tensor(np.asarray(raw, dtype=np.float32))  # type: ignore[call-overload]
         except (TypeError, ValueError, RuntimeError) as error:
             raise EvaluationError(f"encode returned a {type(raw).__name__} that is no [n, d] table: {error}") from error
+    if out.is_complex():
+        raise EvaluationError(f"encode returned {out.dtype}; expected real numbers")
     if out.ndim != 2 or len(out) != n:
         raise EvaluationError(f"encode returned the shape {tuple(out.shape)} for {n} texts; expected [{n}, d]")
     if not out.is_floating_point():

@@ -8,12 +8,12 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 from fullrank._errors import DataError
 from fullrank.result import Finding
 
-__all__ = ["bare_backbone", "load_sentence_transformer", "model_fingerprint"]
+__all__ = ["bare_backbone", "is_sharded", "load_sentence_transformer", "model_fingerprint"]
 
 SAMPLED_VALUES = 64
 
@@ -59,6 +59,17 @@ def bare_backbone(source: str) -> list[Finding]:
     ]
 
 
+def is_sharded(model: object) -> bool:
+    """Returns whether each forward needs all ranks, because each holds a part of the weights (FSDP2, ZeRO-3)."""
+    if not isinstance(model, nn.Module) or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    from torch.distributed.fsdp import FSDPModule  # takes a second, which only distributed runs have to spend
+
+    return any(isinstance(part, FSDPModule) for part in model.modules()) or any(
+        hasattr(weight, "ds_id") for weight in model.parameters()
+    )
+
+
 def model_fingerprint(model: object) -> str | None:
     """Returns a hash of names, shapes and evenly spaced values of all weights, or None where there are none.
 
@@ -68,6 +79,8 @@ def model_fingerprint(model: object) -> str | None:
         return None
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        if hasattr(tensor, "full_tensor"):  # FSDP: each rank holds a part
+            tensor = tensor.full_tensor()
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, len(flat) // SAMPLED_VALUES)][:SAMPLED_VALUES].double().cpu()
         digest.update(f"{name} {tuple(tensor.shape)} {sample.tolist()}".encode())

@@ -75,7 +75,8 @@ class EvaluationPlan:
     ) -> Result:
         """Returns the result for the model as it stands now; see `evaluate`."""
         refuse_no_count("pool", pool, "a whole number of documents from 1 or None")
-        values = values_to_beat(stop_below or {})
+        values = values_to_beat({} if stop_below is None else stop_below)
+        first = hard_first(competitors, self.golden)
         session = self.anytime(
             metrics=[*parsed(metrics), *values],
             ties=ties,
@@ -84,7 +85,6 @@ class EvaluationPlan:
             on_nonfinite=on_nonfinite,
             progress=progress,
         )
-        first = hard_first(competitors, self.golden)
         within = None if pool is None else pool_positions(self.golden, pool, first)
         extend_until(session, first, values, within=within)
         return session.result()
@@ -99,7 +99,8 @@ class EvaluationPlan:
         progress: Progress | None = None,
     ) -> dict[int, Result]:
         """Returns the results at each of ``dims``; see `evaluate_dims`."""
-        if not dims or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in dims):
+        whole = isinstance(dims, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in dims)
+        if not whole or not dims or min(dims) < 1:
             raise SettingError(f"dims={dims!r} must be whole numbers from 1, for example [384, 128, 64]")
         session = self.anytime(metrics=metrics, ties=ties, precision=precision, progress=progress, dims=dims)
         session.extend(session.remaining)
@@ -128,23 +129,21 @@ class EvaluationPlan:
         with ranks.together(), self._undisturbed():
             queries, documents = self._side("query", clock), self._side("document", clock)
             everything = np.arange(len(self.golden.queries))
-            shares = queries.shares(everything, ranks.size)
             with at_precision(precision, queries.device), clock("encode_queries"):
-                mine = shares[ranks.rank]
-                rows = queries.encode(mine, _reporter(progress, queries, clock, ranks)) if len(mine) else None
-        query_rows = _gathered(rows, shares, ranks, queries.device)
+                _, rows = queries.encode_share(everything, ranks, _reporter(progress, queries, clock, ranks))
+        query_rows = _gathered(rows, queries.shares(everything, ranks.size), ranks, queries.device)
         if too_many := [n for n in dims if n is not None and n > query_rows.shape[1]]:
             raise SettingError(f"the model gives {query_rows.shape[1]} dimensions; {too_many[0]} cannot be kept")
         report = _reporter(progress, documents, clock, ranks)
 
-        def encode_documents(index: NDArray[np.int64]) -> Tensor:
+        def encode_documents(block: NDArray[np.int64]) -> tuple[NDArray[np.int64], Tensor | None]:
             with self._undisturbed(), at_precision(precision, documents.device), clock("encode"):
-                return documents.encode(index, report)
+                return documents.encode_share(block, ranks, report)
 
         provenance = self._provenance(precision)
         return Anytime(
             {n: Measurement(self.golden, settings, query_rows[:, :n], clock, ranks) for n in dims},
-            Documents(encode_documents, documents.by_length(), documents.inverse, documents.shares),
+            Documents(encode_documents, documents.by_length(), documents.inverse),
             lambda measurement: _with_text_facts(measurement.result(provenance), self, queries, documents),
             ranks,
         )

@@ -89,12 +89,19 @@ def evaluation_line(
 
 
 def result_table(result: Result, *, title: str | None = None, level: float = 0.95) -> str:
-    """Returns the metrics of a result with their intervals."""
+    """Returns the metrics of a result with their intervals; of a bound without, and marked as upper bounds."""
+    if result.bound:
+        n = result.counts
+        part = f"upper bounds: {n['n_ranked']:,} of {n['n_documents']:,} documents were ranked"
+        title = part if title is None else f"{title}; {part}"
     table = _table(title)
     for name in ("metric", "value", f"{level:.0%} interval"):
         table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
     for name, value in result.metrics.items():
-        table.add_row(name, f"{value:.4f}", _interval(result.ci(name, level)))
+        if result.bound:
+            table.add_row(name, f"<= {value:.4f}", "-")
+        else:
+            table.add_row(name, f"{value:.4f}", _interval(result.ci(name, level)))
     return render(table)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullrank._errors import EvaluationError
+from fullrank._errors import EvaluationError, SettingError
 from fullrank.ranks import ALONE, Ranks
 from fullrank.scores import (
     Rows,
@@ -109,6 +109,7 @@ def rank(
 
     Raises:
         EvaluationError: dimensions differ between queries and documents.
+        SettingError: ``k`` is below 1.
     """
     goal = goals(queries, targets.query, target_vectors, similarity)
     run = Pass(queries, targets, goal, similarity=similarity, k=k, id_order=id_order, exclude=exclude)
@@ -147,6 +148,8 @@ class Pass:
         exclude: Tensor | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
+        if k < 1:
+            raise SettingError(f"k={k} must be a whole number from 1")
         device, m, q = queries.rows.device, len(targets.query), len(queries.rows)
         self.queries, self.targets, self.goal, self.similarity, self.k = queries, targets, goal, similarity, k
         self.id_order, self.exclude, self.ranks = id_order, exclude, ranks

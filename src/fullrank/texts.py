@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fullrank.encode import Adapter, Backbone, Side
+from fullrank.models import is_sharded
+from fullrank.ranks import Ranks
 from fullrank.tokens import OnBatch, TokenStore, default_batch_tokens, encode_tokens, token_batches
 
 __all__ = ["TextSide"]
@@ -44,17 +46,46 @@ class TextSide:
         lengths = self.lengths()[self.inverse]
         return np.lexsort((self.inverse, -lengths))
 
-    def encode(self, index: NDArray[np.int64], on_batch: OnBatch | None = None) -> Tensor:
+    def encode(self, index: NDArray[np.int64], on_batch: OnBatch | None = None, *, halve: bool = True) -> Tensor:
         """Returns the embeddings of the texts at the positions ``index``, each distinct text encoded once."""
         distinct, inverse = np.unique(self.inverse[index], return_inverse=True)
         if self._how is not None and self.store is not None:
-            rows = encode_tokens(self._how, self.store, distinct, batch_tokens=self.batch_tokens, on_batch=on_batch)
+            rows = encode_tokens(
+                self._how, self.store, distinct, batch_tokens=self.batch_tokens, on_batch=on_batch, halve=halve
+            )
         else:
             assert not isinstance(self.encoder, Backbone)  # a backbone always encodes from tokens
             rows = self.encoder.whole([self.texts[i] for i in distinct], self.side)
             if on_batch:
                 on_batch(len(distinct), 0, 0)
         return rows[torch.from_numpy(inverse.reshape(-1)).to(rows.device)]
+
+    def encode_share(
+        self, index: NDArray[np.int64], ranks: Ranks, on_batch: OnBatch | None = None
+    ) -> tuple[NDArray[np.int64], Tensor | None]:
+        """Returns this rank's share of the positions ``index`` and its embeddings; None where it has none.
+
+        A sharded model needs all ranks at each forward: those with fewer batches go on with one text, which is thrown
+        away; and where fullrank cannot count the forwards, each rank encodes all.
+        """
+        parts = self.shares(index, ranks.size)
+        mine = parts[ranks.rank]
+        if ranks.size == 1 or not is_sharded(getattr(self.encoder, "model", None)):
+            return mine, self.encode(mine, on_batch) if len(mine) else None
+        if self.store is None:
+            rows = self.encode(index, on_batch)
+            return mine, rows[torch.from_numpy(np.isin(index, mine)).to(rows.device)] if len(mine) else None
+        share = self.encode(mine, on_batch, halve=False) if len(mine) else None
+        for _ in range(max(map(self._n_batches, parts)) - self._n_batches(mine)):
+            self.encode(index[:1], halve=False)
+        return mine, share
+
+    def _batches(self, distinct: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        assert self.store is not None
+        return token_batches(self.store, distinct, self.batch_tokens or default_batch_tokens(self.device))
+
+    def _n_batches(self, index: NDArray[np.int64]) -> int:
+        return len(self._batches(np.unique(self.inverse[index])))
 
     def shares(self, index: NDArray[np.int64], n: int) -> list[NDArray[np.int64]]:
         """Returns the positions ``index`` in ``n`` parts of like work; copies of a text stay together.
@@ -68,8 +99,7 @@ class TextSide:
             part_of = np.arange(len(distinct)) * n // max(1, len(distinct))
         else:
             part_of = np.empty(len(distinct), dtype=np.int64)
-            budget = self.batch_tokens or default_batch_tokens(self.device)
-            for i, rows in enumerate(token_batches(self.store, distinct, budget)):
+            for i, rows in enumerate(self._batches(distinct)):
                 part_of[rows] = i % n
         return [index[part_of[inverse.reshape(-1)] == part] for part in range(n)]
 

@@ -128,11 +128,15 @@ def encode_tokens(
     *,
     batch_tokens: int | None = None,
     on_batch: OnBatch | None = None,
+    halve: bool = True,
 ) -> Tensor:
-    """Returns the embeddings of the texts at ``index``: [len(index), d], in that order, on the model's device."""
+    """Returns the embeddings of the texts at ``index``: [len(index), d], in that order, on the model's device.
+
+    Out of memory is an error with ``halve=False``: where other ranks wait for the same number of forwards.
+    """
     out: Tensor | None = None
     for rows in token_batches(store, index, batch_tokens or default_batch_tokens(how.device)):
-        embeddings = _forward(how, store, index[rows])
+        embeddings = _forward(how, store, index[rows], halve=halve)
         if out is None:
             out = torch.empty((len(index), embeddings.shape[1]), dtype=embeddings.dtype, device=embeddings.device)
         out[torch.from_numpy(rows).to(out.device)] = embeddings
@@ -144,13 +148,13 @@ def encode_tokens(
     return out
 
 
-def _forward(how: Tokenised, store: TokenStore, index: NDArray[np.int64]) -> Tensor:
+def _forward(how: Tokenised, store: TokenStore, index: NDArray[np.int64], *, halve: bool = True) -> Tensor:
     try:
         features = store.batch(index, how.tokenizer)
         on_device = {k: v.to(how.device) if isinstance(v, Tensor) else v for k, v in features.items()}
         embeddings = how.forward(on_device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error) or len(index) == 1:
+        if not halve or not _is_out_of_memory(error) or len(index) == 1:
             raise
         half = len(index) // 2
         logger.warning("out of memory at a batch of %d texts; going on with halves", len(index))
