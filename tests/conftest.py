@@ -130,6 +130,13 @@ def tiny_golden() -> GoldenSet:
     return GoldenSet(queries, corpus, qrels, name="tiny")
 
 
+@pytest.fixture
+def pairs(tiny_golden):
+    """Training pairs: a few words of a document, and the document."""
+    documents = tiny_golden.doc_texts[:24]
+    return {"anchor": [" ".join(d.split()[:4]) for d in documents], "positive": documents}
+
+
 @pytest.fixture(scope="session")
 def minilm():
     """The packaged all-MiniLM-L6-v2. Shared by all tests: leave it as it was."""

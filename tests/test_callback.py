@@ -7,83 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from sentence_transformers import SentenceTransformer
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fullrank import Backbone, GoldenSet, Result, RetrievalCallback, evaluate
 from fullrank._errors import EvaluationError, SettingError
-from fullrank.encode import pool
+from training import LORA, Weights, equal_weights, make_trainer, plain_trainer, scripted, scripted_run
 
 peft = pytest.importorskip("peft")
-LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["query", "value"]}
-
-
-@pytest.fixture
-def pairs(tiny_golden):
-    """Training pairs: a few words of a document, and the document."""
-    documents = tiny_golden.doc_texts[:24]
-    return {"anchor": [" ".join(d.split()[:4]) for d in documents], "positive": documents}
-
-
-def arguments(out, **options):
-    defaults = {
-        "max_steps": 8,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-    }
-    return SentenceTransformerTrainingArguments(output_dir=str(out), **{**defaults, **options})
-
-
-def make_trainer(model, pairs, out, *, callbacks=None, **options):
-    return SentenceTransformerTrainer(
-        model=model,
-        args=arguments(out, **options),
-        train_dataset=Dataset.from_dict(pairs),
-        loss=MultipleNegativesRankingLoss(model),
-        callbacks=callbacks,
-    )
-
-
-class Scripted(TrainerCallback):
-    """Replaces what a callback's plans give at each step by a score that the test chose."""
-
-    def __init__(self, callback, scores):
-        self.scores, self.callback = scores, callback
-
-    def install(self):
-        for plan in self.callback._plans.values():
-            real = plan.run
-
-            def run(*, real=real, **options):
-                result = real(**options)
-                score = self.scores[self.callback._last_step]
-                if isinstance(score, Exception):
-                    raise score
-                result.metrics["recall@1"] = score
-                return result
-
-            plan.run = run
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.install()
-
-
-def scripted_run(tiny_st, tiny_golden, pairs, out, scores, **options):
-    callback_options = {name: options.pop(name) for name in ("patience", "keep_best") if name in options}
-    trainer = make_trainer(tiny_st(), pairs, out, **options)
-    callback = RetrievalCallback(tiny_golden, every=2, **callback_options).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
-    trainer.train()
-    return trainer, callback
 
 
 def embeddings(model, golden):
@@ -124,12 +55,8 @@ def test_the_default_schedule_is_ten_evaluations_or_the_trainers_own(tiny_st, ti
     callback = RetrievalCallback(tiny_golden).attach(trainer)
     trainer.train()
     assert [line.step for line in callback.history] == list(range(0, 21, 2))
-    trainer = SentenceTransformerTrainer(
-        model=(model := tiny_st()),
-        args=arguments(tmp_path / "b", max_steps=6, eval_strategy="steps", eval_steps=3),
-        train_dataset=Dataset.from_dict(pairs),
-        eval_dataset=Dataset.from_dict(pairs),
-        loss=MultipleNegativesRankingLoss(model),
+    trainer = make_trainer(
+        tiny_st(), pairs, tmp_path / "b", evaluated=True, max_steps=6, eval_strategy="steps", eval_steps=3
     )
     callback = RetrievalCallback(tiny_golden).attach(trainer)
     trainer.train()
@@ -200,17 +127,12 @@ def test_weights_are_bit_equal_with_and_without_evaluation(tiny_st, tiny_golden,
             torch.manual_seed(1)
             model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(lora_dropout=0.2, **LORA))
         trainer = make_trainer(model, pairs, out, max_steps=6)
-        last = {}
-
-        class Last(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                last.update({name: value.detach().clone() for name, value in model.state_dict().items()})
-
-        trainer.add_callback(Last())
+        weights = Weights()
+        trainer.add_callback(weights)
         if watched:
             RetrievalCallback(tiny_golden, every=1).attach(trainer)
         trainer.train()
-        return last, [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        return weights.at[6], [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
     plain, plain_losses = train(tmp_path / "plain", watched=False)
     watched, watched_losses = train(tmp_path / "watched", watched=True)
@@ -239,8 +161,7 @@ def test_the_weights_of_the_best_step_are_kept_and_restored(tiny_st, tiny_golden
     elif route == "add_adapter":
         model.add_adapter(peft.LoraConfig(**LORA))
     trainer = make_trainer(model, pairs, tmp_path, save_strategy="steps", save_steps=4)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
+    callback = scripted(trainer, tiny_golden, scores)
     snapshots = Snapshots(model, tiny_golden)
     trainer.callback_handler.callbacks.insert(0, snapshots)
     trainer.train()
@@ -266,8 +187,7 @@ def test_nothing_beats_the_base(tiny_st, tiny_golden, pairs, tmp_path, capsys):
     scores = {0: 0.99, 2: 0.5, 4: 0.4, 6: 0.3, 8: 0.2}
     before = embeddings(tiny_st(), tiny_golden)
     trainer = make_trainer(tiny_st(), pairs, tmp_path)
-    callback = RetrievalCallback(tiny_golden, every=2, verbose=True).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
+    callback = scripted(trainer, tiny_golden, scores, verbose=True)
     trainer.train()
     assert (callback.best.step, callback.improved, trainer.state.best_metric) == (0, False, 0.99)
     assert trainer.state.best_global_step == 0
@@ -294,8 +214,7 @@ def test_all_evaluations_failed(tiny_st, tiny_golden, pairs, tmp_path, caplog):
 
 def test_an_error_at_step_0_ends_the_run_before_anything_is_spent(tiny_st, tiny_golden, pairs, tmp_path):
     trainer = make_trainer(tiny_st(), pairs, tmp_path)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, {0: ValueError("broken from the start")}))
+    scripted(trainer, tiny_golden, {0: ValueError("broken from the start")})
     with pytest.raises(ValueError, match="broken from the start"):
         trainer.train()
 
@@ -316,7 +235,7 @@ def test_a_failed_evaluation_is_one_error_line_and_training_goes_on(tiny_st, tin
 def test_weights_that_were_changed_behind_our_back_are_refused(tiny_st, tiny_golden, pairs, tmp_path):
     model = tiny_st()
     trainer = make_trainer(model, pairs, tmp_path, max_steps=4)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
+    callback = scripted(trainer, tiny_golden, {0: 0.9, 2: 0.1, 4: 0.2})
 
     class Vandal(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -328,7 +247,6 @@ def test_weights_that_were_changed_behind_our_back_are_refused(tiny_st, tiny_gol
                 other.save_pretrained(str(callback.best.path))
 
     trainer.add_callback(Vandal())
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, {0: 0.9, 2: 0.1, 4: 0.2}))
     with pytest.raises(EvaluationError, match=r"are not those that scored 0\.9000 at step 0"):
         trainer.train()
 
@@ -357,57 +275,7 @@ def test_a_used_folder_is_moved_aside(tiny_st, tiny_golden, pairs, tmp_path):
     assert callback.best.step == 4
 
 
-def test_foreign_checkpoints_are_left_alone(tiny_st, tiny_golden, pairs, tmp_path):
-    foreign = tmp_path / "checkpoint-500"
-    foreign.mkdir()
-    (foreign / "weights").write_text("of an old run")
-    scores = {0: 0.1, 2: 0.7, 4: 0.9, 6: 0.4, 8: 0.2}
-    _, callback = scripted_run(tiny_st, tiny_golden, pairs, tmp_path, scores, save_strategy="steps", save_steps=4)
-    assert (foreign / "weights").read_text() == "of an old run"
-    assert callback.best.step == 4
-
-
 # ------------------------------------------------------------------ beside the trainer's own machinery
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_early_stopping_and_best_model_see_our_metric(tiny_st, tiny_golden, pairs, tmp_path, first):
-    scores = {0: 0.1, 2: 0.7, 4: 0.6, 6: 0.5, 8: 0.4}
-    stopping = EarlyStoppingCallback(early_stopping_patience=1)
-    model = tiny_st()
-    trainer = SentenceTransformerTrainer(
-        model=model,
-        args=arguments(
-            tmp_path,
-            eval_strategy="steps",
-            eval_steps=2,
-            save_strategy="best",
-            metric_for_best_model="eval_recall@1",
-            load_best_model_at_end=True,
-        ),
-        train_dataset=Dataset.from_dict(pairs),
-        eval_dataset=Dataset.from_dict(pairs),
-        loss=MultipleNegativesRankingLoss(model),
-        callbacks=[stopping] if first else None,
-    )
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    if not first:
-        trainer.add_callback(stopping)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
-    trainer.train()
-    assert trainer.state.global_step == 4
-    assert (tmp_path / "checkpoint-2").is_dir()
-    assert (callback.best.step, trainer.state.best_metric) == (2, 0.7)
-    assert trainer.state.best_model_checkpoint.endswith("best/step-2")
-
-
-def test_arguments_that_turn_the_metric_upside_down_are_refused(tiny_st, tiny_golden, pairs, tmp_path):
-    trainer = make_trainer(
-        tiny_st(), pairs, tmp_path, metric_for_best_model="recall@1", greater_is_better=False, max_steps=1
-    )
-    RetrievalCallback(tiny_golden).attach(trainer)
-    with pytest.raises(SettingError, match="greater_is_better=False would keep the worst"):
-        trainer.train()
 
 
 def test_a_shadowed_adapter_is_refused(tiny_st, tiny_golden, pairs, tmp_path):
@@ -416,21 +284,6 @@ def test_a_shadowed_adapter_is_refused(tiny_st, tiny_golden, pairs, tmp_path):
     trainer = make_trainer(model, pairs, tmp_path)
     with pytest.raises(SettingError, match=r"model\[0\] has two backbones.*model\[0\]\.model = get_peft_model"):
         RetrievalCallback(tiny_golden).attach(trainer)
-
-
-def test_through_callbacks_it_still_chooses_keeps_and_restores(tiny_st, tiny_golden, pairs, tmp_path, caplog):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    callback = RetrievalCallback(tiny_golden, every=2)
-    trainer = make_trainer(tiny_st(), pairs, tmp_path, callbacks=[callback], max_steps=4)
-    trainer.train()
-    assert [line.step for line in callback.history] == [0, 2, 4]
-    assert callback.best.path.is_dir()
-    assert [row["step"] for row in trainer.state.log_history if "eval_recall@1" in row] == [0, 2, 4]
-    (events,) = (tmp_path / "fullrank").rglob("events.out.tfevents.*")
-    seen = EventAccumulator(str(events)).Reload()
-    assert [event.step for event in seen.Scalars("eval/recall@1")] == [0, 2, 4]
-    assert sum("cannot reach the trackers" in r.getMessage() for r in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
@@ -453,87 +306,24 @@ def test_options_that_cannot_work(tiny_golden, options, message):
 # ------------------------------------------------------------------ a plain Hugging Face trainer
 
 
-class BiEncoder(nn.Module):
-    """A backbone with mean pooling; its forward gives the InfoNCE loss and the scores [B, B * (1 + K)]."""
-
-    def __init__(self, backbone):
-        super().__init__()
-        self.backbone = backbone
-
-    def embed(self, ids, mask):
-        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
-        return nn.functional.normalize(pool(hidden, mask, "mean"), dim=1)
-
-    def forward(self, query_ids, query_mask, doc_ids, doc_mask, labels=None):
-        scores = self.embed(query_ids, query_mask) @ self.embed(doc_ids, doc_mask).T
-        return {"loss": nn.functional.cross_entropy(20 * scores, labels), "scores": scores}
-
-
-def plain_trainer(backbone, tokenizer, pairs, out, *, n_negs=1, **options):
-    def collate(rows):
-        queries = tokenizer([row["anchor"] for row in rows], return_tensors="pt", padding=True, truncation=True)
-        texts = []
-        for i, row in enumerate(rows):
-            texts += [row["positive"], *(rows[(i + 1 + j) % len(rows)]["anchor"] for j in range(n_negs))]
-        documents = tokenizer(texts, return_tensors="pt", padding=True, truncation=True)
-        return {
-            "query_ids": queries["input_ids"],
-            "query_mask": queries["attention_mask"],
-            "doc_ids": documents["input_ids"],
-            "doc_mask": documents["attention_mask"],
-            "labels": torch.arange(len(rows)) * (1 + n_negs),
-        }
-
-    rows = [{"anchor": a, "positive": p} for a, p in zip(pairs["anchor"], pairs["positive"], strict=True)]
-    return Trainer(
-        model=BiEncoder(backbone),
-        args=TrainingArguments(
-            output_dir=str(out),
-            max_steps=6,
-            per_device_train_batch_size=8,
-            learning_rate=3e-3,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            use_cpu=True,
-            **options,
-        ),
-        train_dataset=rows,
-        data_collator=collate,
-        processing_class=tokenizer,
-    )
-
-
 @pytest.mark.parametrize("route", ["full", "lora"])
 def test_a_plain_trainer_with_a_bi_encoder(tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path, route):
     backbone = tiny_bert if route == "full" else peft.get_peft_model(tiny_bert, peft.LoraConfig(**LORA))
     trainer = plain_trainer(backbone, tiny_tokenizer, pairs, tmp_path)
     encoder = Backbone(backbone, tiny_tokenizer, pooling="mean", max_length=32)
-    callback = RetrievalCallback(tiny_golden, every=2, encoder=encoder).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, {0: 0.1, 2: 0.9, 4: 0.2, 6: 0.3}))
-    at_step_2 = {}
-
-    class Keep(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                at_step_2.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
-
-    trainer.add_callback(Keep())
+    callback = scripted(trainer, tiny_golden, {0: 0.1, 2: 0.9, 4: 0.2, 6: 0.3}, encoder=encoder)
+    weights = Weights()
+    trainer.add_callback(weights)
     trainer.train()
     assert [line.step for line in callback.history] == [0, 2, 4, 6]
     assert callback.best.step == 2
-    assert all(torch.equal(at_step_2[name], value) for name, value in trainer.model.state_dict().items())
+    assert equal_weights(trainer.model, weights.at[2])
     losses = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["in_batch_candidates"] for row in losses] == [16.0] * 6
     assert all(0 < row["in_batch_mrr"] <= 1 for row in losses)
 
 
 def test_a_plain_trainer_on_a_peft_model(tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path):
-    class Scorer(nn.Module):
-        pass
-
     model = peft.get_peft_model(tiny_bert, peft.LoraConfig(**LORA))
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -558,8 +348,7 @@ def test_a_plain_trainer_on_a_peft_model(tiny_bert, tiny_tokenizer, tiny_golden,
         compute_loss_func=loss,
         processing_class=tiny_tokenizer,
     )
-    callback = RetrievalCallback(tiny_golden, every=2, encoder=Backbone(model, tiny_tokenizer)).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, {0: 0.1, 2: 0.9, 4: 0.2}))
+    callback = scripted(trainer, tiny_golden, {0: 0.1, 2: 0.9, 4: 0.2}, encoder=Backbone(model, tiny_tokenizer))
     trainer.train()
     assert callback.best.step == 2
     assert (callback.best.path / "adapter_model.safetensors").is_file()
@@ -571,30 +360,6 @@ def test_without_a_way_to_encode_the_error_says_how(tiny_bert, tiny_tokenizer, t
     RetrievalCallback(tiny_golden).attach(trainer)
     with pytest.raises(SettingError, match=r"cannot encode with a BiEncoder.*Backbone\(model, tokenizer"):
         trainer.train()
-
-
-def test_the_objective_itself_can_be_the_metric_for_the_best_model(tiny_st, tiny_golden, pairs, tmp_path):
-    faq = GoldenSet(tiny_golden.queries, tiny_golden.corpus, tiny_golden.qrels, name="faq")
-    model = tiny_st()
-    trainer = SentenceTransformerTrainer(
-        model=model,
-        args=arguments(
-            tmp_path,
-            max_steps=4,
-            eval_strategy="steps",
-            eval_steps=2,
-            save_strategy="best",
-            metric_for_best_model="eval_objective",
-        ),
-        train_dataset=Dataset.from_dict(pairs),
-        eval_dataset=Dataset.from_dict(pairs),
-        loss=MultipleNegativesRankingLoss(model),
-    )
-    select = {"tiny/recall@1": 0.75, "faq/ndcg@10": 0.25}
-    callback = RetrievalCallback([tiny_golden, faq], select=select).attach(trainer)
-    trainer.train()
-    assert [line.step for line in callback.history] == [0, 2, 4]
-    assert trainer.state.best_metric == callback.best.score
 
 
 def test_training_twice_begins_anew(tiny_st, tiny_golden, pairs, tmp_path):
@@ -610,7 +375,7 @@ def test_training_twice_begins_anew(tiny_st, tiny_golden, pairs, tmp_path):
 
 def test_a_full_disk_does_not_end_the_training(tiny_st, tiny_golden, pairs, tmp_path, caplog):
     trainer = make_trainer(tiny_st(), pairs, tmp_path, max_steps=4)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
+    callback = scripted(trainer, tiny_golden, {0: 0.5, 2: 0.4, 4: 0.3})
 
     class Fill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -618,98 +383,7 @@ def test_a_full_disk_does_not_end_the_training(tiny_st, tiny_golden, pairs, tmp_
                 (tmp_path / "fullrank" / "step-2.json").mkdir()  # nothing can be written there any more
 
     trainer.add_callback(Fill())
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, {0: 0.5, 2: 0.4, 4: 0.3}))
     trainer.train()
     assert trainer.state.global_step == 4
     assert callback.best.step == 0
     assert "the evaluation of step 2 could not be written" in caplog.text
-
-
-# ------------------------------------------------------------------ resuming
-
-
-class Crash(TrainerCallback):
-    """Ends the process of training in the middle, as a lost machine does."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-def crash_and_resume(tiny_st, tiny_golden, pairs, out, scores, *, crash_at=5, **options):
-    options = {"save_strategy": "steps", "save_steps": 4, **options}
-    trainer = make_trainer(tiny_st(), pairs, out, callbacks=[Crash(crash_at)], **options)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer = make_trainer(tiny_st(), pairs, out, **options)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
-    trainer.train(resume_from_checkpoint=True)
-    return trainer, callback
-
-
-@pytest.mark.parametrize("best", [0, 2, 4, 6, 8])
-def test_a_resumed_run_equals_an_uninterrupted_one(tiny_st, tiny_golden, pairs, tmp_path, best):
-    scores = {step: 0.9 if step == best else 0.1 + step / 100 for step in (0, 2, 4, 6, 8)}
-    whole, expected = scripted_run(
-        tiny_st, tiny_golden, pairs, tmp_path / "whole", scores, save_strategy="steps", save_steps=4
-    )
-    trainer, callback = crash_and_resume(tiny_st, tiny_golden, pairs, tmp_path / "parts", scores)
-
-    def plain(history):
-        return [(line.step, line.status, line.score, line.metrics, line.note) for line in history]
-
-    assert plain(callback.history) == plain(expected.history)
-    assert (callback.best.step, callback.best.score) == (best, 0.9)
-    assert callback.improved == expected.improved
-    assert trainer.state.best_global_step == whole.state.best_global_step == best
-    assert callback.base_result.metrics == expected.base_result.metrics
-    ours, theirs = trainer.model.state_dict(), whole.model.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    steps = [row["step"] for row in trainer.state.log_history if "eval_recall@1" in row]
-    assert steps == [0, 2, 4, 6, 8]
-
-
-def test_a_best_of_an_abandoned_branch_stays_a_candidate(tiny_st, tiny_golden, pairs, tmp_path):
-    scores = {0: 0.1, 2: 0.2, 4: 0.3, 6: 0.9, 8: 0.4}
-    options = {"save_strategy": "steps", "save_steps": 4}
-    trainer = make_trainer(tiny_st(), pairs, tmp_path, callbacks=[Crash(7)], **options)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer = make_trainer(tiny_st(), pairs, tmp_path, max_steps=5, **options)
-    callback = RetrievalCallback(tiny_golden, every=5).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, {5: 0.35}))
-    trainer.train(resume_from_checkpoint=True)
-    assert [(line.step, line.note) for line in callback.history] == [
-        (0, None),
-        (2, None),
-        (4, None),
-        (6, "abandoned branch"),
-        (5, None),
-    ]
-    assert (callback.best.step, callback.best.score) == (6, 0.9)
-
-
-def test_a_deleted_best_folder_is_no_candidate_on_resume(tiny_st, tiny_golden, pairs, tmp_path):
-    import shutil
-
-    scores = {0: 0.1, 2: 0.9, 4: 0.3, 6: 0.4, 8: 0.5}
-    options = {"save_strategy": "steps", "save_steps": 4}
-    trainer = make_trainer(tiny_st(), pairs, tmp_path, callbacks=[Crash(5)], **options)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    shutil.rmtree(callback.best.path)
-    trainer = make_trainer(tiny_st(), pairs, tmp_path, **options)
-    callback = RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Scripted(callback, scores))
-    trainer.train(resume_from_checkpoint=True)
-    assert (callback.best.step, callback.best.score) == (8, 0.5)

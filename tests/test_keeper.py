@@ -1,104 +1,43 @@
 """Score and weights belong together on the less usual routes: what an independent review broke, held."""
 
 import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from fullrank import Backbone, GoldenSet, RetrievalCallback, evaluate
+import training
+from fullrank import Backbone, RetrievalCallback, evaluate
 from fullrank._errors import DataError, SettingError
+from training import LORA, Weights, equal_weights, scripted
 
 peft = pytest.importorskip("peft")
-LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["query", "value"]}
+make_trainer = partial(training.make_trainer, max_steps=6, learning_rate=1e-2)
 
 
-@pytest.fixture
-def pairs(tiny_golden):
-    documents = tiny_golden.doc_texts[:24]
-    return {"anchor": [" ".join(d.split()[:4]) for d in documents], "positive": documents}
-
-
-def make_trainer(model, pairs, out, *, callbacks=None, **options):
-    defaults = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-    }
-    return SentenceTransformerTrainer(
-        model=model,
-        args=SentenceTransformerTrainingArguments(output_dir=str(out), **{**defaults, **options}),
-        train_dataset=Dataset.from_dict(pairs),
-        loss=MultipleNegativesRankingLoss(model if isinstance(model, SentenceTransformer) else model.base_model.model),
-        callbacks=callbacks,
-    )
-
-
-class Peak(TrainerCallback):
-    """Makes one step the best, whatever the model does: what is kept must be that step's weights."""
-
-    def __init__(self, callback, step):
-        self.callback, self.step, self.state = callback, step, {}
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        for plan in self.callback._plans.values():
-            real = plan.run
-
-            def run(*, real=real, **options):
-                result = real(**options)
-                result.metrics["recall@1"] = 0.9 if self.callback._last_step == self.step else 0.1
-                return result
-
-            plan.run = run
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == self.step:
-            self.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+def peak(step):
+    """Scores that make one step the best, whatever the model does: what is kept must be that step's weights."""
+    return defaultdict(lambda: 0.1, {step: 0.9})
 
 
 def run_to_peak(trainer, golden, *, step=2, **options):
-    callback = RetrievalCallback(golden, every=2, **options).attach(trainer)
-    peak = Peak(callback, step)
-    trainer.callback_handler.callbacks.insert(1, peak)
+    callback = scripted(trainer, golden, peak(step), **options)
+    weights = Weights()
+    trainer.add_callback(weights)
     trainer.train()
     assert callback.best.step == step
-    live = trainer.model.state_dict()
-    assert all(torch.equal(live[name], value) for name, value in peak.state.items())
+    assert equal_weights(trainer.model, weights.at[step])
+    assert not equal_weights(trainer.model, weights.at[trainer.state.global_step])
     return callback
-
-
-class Crash(TrainerCallback):
-    """Ends a run before its sixth step, as a lost machine does."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
-
-def whole_and_resumed(adapted, golden, pairs, out):
-    """Returns trainer and callback of an uninterrupted run, and of one that crashed and was resumed."""
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-    whole = make_trainer(adapted(), pairs, out / "whole", **options)
-    expected = RetrievalCallback(golden, every=2).attach(whole)
-    whole.train()
-    broken = make_trainer(adapted(), pairs, out / "parts", callbacks=[Crash()], **options)
-    RetrievalCallback(golden, every=2).attach(broken)
-    with pytest.raises(KeyboardInterrupt):
-        broken.train()
-    again = make_trainer(adapted(), pairs, out / "parts", **options)
-    callback = RetrievalCallback(golden, every=2).attach(again)
-    again.train(resume_from_checkpoint=True)
-    return whole, expected, again, callback
 
 
 class Named(SentenceTransformer):
@@ -198,45 +137,6 @@ def test_a_pretrained_model_with_a_constructor_of_its_own(tiny_bert, tiny_tokeni
     run_to_peak(trainer, tiny_golden, encoder=Backbone(model.backbone, tiny_tokenizer))
 
 
-@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
-def test_lora_resumes_and_equals_an_uninterrupted_run(tiny_st, tiny_golden, pairs, tmp_path, route):
-    def adapted():
-        torch.manual_seed(5)
-        model = tiny_st()
-        if route == "add_adapter":
-            model.add_adapter(peft.LoraConfig(**LORA))
-        else:
-            model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
-        return model
-
-    whole, expected, again, callback = whole_and_resumed(adapted, tiny_golden, pairs, tmp_path)
-    assert [(h.step, h.score) for h in callback.history] == [(h.step, h.score) for h in expected.history]
-    assert callback.best.step == expected.best.step
-    ours, theirs = again.model.state_dict(), whole.model.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_the_best_result_is_that_of_the_stored_weights_though_the_step_was_trained_again(
-    tiny_st, tiny_golden, pairs, tmp_path
-):
-    options = {"save_strategy": "steps", "save_steps": 2}
-    trainer = make_trainer(tiny_st(), pairs, tmp_path, **options)
-    callback = RetrievalCallback(tiny_golden, every=6).attach(trainer)
-    trainer.callback_handler.callbacks.insert(1, Peak(callback, 6))
-    trainer.train()
-    stored = callback.best_result
-    other = {"anchor": pairs["anchor"][::-1], "positive": pairs["positive"]}
-    trainer = make_trainer(tiny_st(), other, tmp_path, **options)
-    callback = RetrievalCallback(tiny_golden, every=6).attach(trainer)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert (callback.best.step, callback.best.score) == (6, 0.9)
-    assert callback.best_result == stored
-    assert [line.note for line in callback.history if line.step == 6] == ["abandoned branch", None]
-    assert callback.comparison.delta == pytest.approx(
-        sum(stored.per_query["recall@1"] - callback.base_result.per_query["recall@1"]) / stored.counts["n_scored"]
-    )
-
-
 def test_an_encoder_of_the_users_own_runs_in_eval_mode_and_leaves_the_mode_alone(tiny_st, tiny_golden, pairs, tmp_path):
     model = tiny_st()
     seen = []
@@ -262,17 +162,6 @@ def test_an_encoder_of_the_users_own_runs_in_eval_mode_and_leaves_the_mode_alone
     trainer.train()
     assert not any(seen)
     assert all(modes)
-
-
-def test_other_data_on_resume_is_refused_before_training(tiny_st, tiny_golden, pairs, tmp_path):
-    trainer = make_trainer(tiny_st(), pairs, tmp_path, save_strategy="steps", save_steps=2)
-    RetrievalCallback(tiny_golden, every=2).attach(trainer)
-    trainer.train()
-    more = GoldenSet(tiny_golden.queries, {**tiny_golden.corpus, "new": "bal"}, tiny_golden.qrels, name="tiny")
-    trainer = make_trainer(tiny_st(), pairs, tmp_path, save_strategy="steps", save_steps=2, max_steps=8)
-    RetrievalCallback(more, every=2).attach(trainer)
-    with pytest.raises(DataError, match="is not the one that this run began with"):
-        trainer.train(resume_from_checkpoint=True)
 
 
 def test_two_callbacks_on_one_trainer_are_refused(tiny_st, tiny_golden, pairs, tmp_path):
@@ -326,7 +215,7 @@ def test_the_score_is_that_of_the_stored_folder_also_in_bf16_training(tiny_st, t
     trainer = make_trainer(tiny_st(), pairs, tmp_path, bf16=dtype == "bf16")
     callback = RetrievalCallback(tiny_golden, every=2, keep_best=4).attach(trainer)
     trainer.train()
-    for stored in callback._store.stored:
+    for stored in callback._session.keeper.store.stored:
         fresh = SentenceTransformer(str(stored.path), device="cpu")
         again = evaluate(fresh, tiny_golden, precision="bf16" if dtype == "bf16" else None)
         line = next(line for line in callback.history if line.step == stored.step)
@@ -375,26 +264,6 @@ def test_a_single_weight_does_not_change_the_number(tiny_st, tiny_golden, pairs,
     assert all(line.score == line.metrics["recall@5"] for line in callback.history)
 
 
-@pytest.mark.parametrize("what", ["norms", "dense"])
-def test_what_trains_beside_an_adapter_is_resumed_too(tiny_st, tiny_golden, pairs, tmp_path, what):
-    from sentence_transformers.sentence_transformer.modules import Dense
-
-    def adapted():
-        torch.manual_seed(5)
-        model = tiny_st(extra=[Dense(32, 16)] if what == "dense" else [])
-        model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
-        for name, parameter in model.named_parameters():
-            if "LayerNorm" in name and what == "norms":
-                parameter.requires_grad_(True)
-        return model
-
-    def losses(trainer):
-        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-    whole, _, again, _ = whole_and_resumed(adapted, tiny_golden, pairs, tmp_path)
-    assert losses(again) == losses(whole)
-
-
 def test_a_checkpoint_without_what_trains_beside_the_adapter_is_refused(tiny_st, tiny_golden, pairs, tmp_path):
     from fullrank._errors import EvaluationError
     from fullrank.weights import load_weights
@@ -434,3 +303,67 @@ def test_two_adapted_towers_keep_their_own_adapters(tiny_st, tiny_golden, pairs,
     model = SentenceTransformer(modules=[Router.for_query_document(*towers)], device="cpu")
     mapping = {"anchor": "query", "positive": "document"}
     run_to_peak(make_trainer(model, pairs, tmp_path, router_mapping=mapping), tiny_golden)
+
+
+@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
+def test_dora_is_restored(tiny_st, tiny_golden, pairs, tmp_path, route):
+    model, config = tiny_st(), peft.LoraConfig(use_dora=True, **LORA)
+    if route == "add_adapter":
+        model.add_adapter(config)
+    else:
+        model[0].model = peft.get_peft_model(model[0].model, config)
+    run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+
+from sentence_transformers import SentenceTransformer
+from training import make_trainer, scripted
+from transformers import TrainerCallback
+
+from fullrank import load_golden
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # else the first byte too many ends the process
+folder, adapter = Path(sys.argv[1]), sys.argv[2] == "lora"
+golden = load_golden(folder / "data")
+model = SentenceTransformer(str(folder / "model"), device="cpu")
+if adapter:
+    import peft
+    model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(r=4, target_modules=["query", "value"]))
+pairs = {"anchor": [" ".join(t.split()[:4]) for t in golden.doc_texts[:24]], "positive": golden.doc_texts[:24]}
+trainer = make_trainer(model, pairs, folder / "run", max_steps=6)
+callback = scripted(trainer, golden, {0: 0.1, 2: 0.5, 4: 0.9, 6: 0.7})
+
+
+class Fill(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        room = 2_000 if state.global_step == 3 else resource.RLIM_INFINITY  # bytes that a file may have
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+
+
+trainer.callback_handler.callbacks.insert(0, Fill())
+trainer.train()
+print("END", trainer.state.global_step, callback.best.step, callback.best.score, [h.step for h in callback.history])
+"""
+
+
+@pytest.mark.parametrize("route", ["full", "lora"])
+def test_a_disk_that_is_full_leaves_the_best_so_far_and_training_goes_on(tiny_st, tiny_golden, tmp_path, route):
+    """A real limit on the size of files, in a process of its own; what does not fit at step 4 fits again at step 6."""
+    tiny_st().save_pretrained(str(tmp_path / "model"))
+    training.write_beir(tiny_golden, tmp_path / "data")
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), route],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.splitlines()[-1] == "END 6 6 0.7 [0, 2, 4, 6]"
+    assert "the weights of step 4 could not be stored (" in run.stderr
+    assert "); the best so far stays" in run.stderr
+    assert sorted(p.name for p in (tmp_path / "run" / "fullrank" / "best").iterdir()) == ["manifest.json", "step-6"]

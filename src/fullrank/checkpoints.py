@@ -25,6 +25,7 @@ class Evaluation:
         seconds: how long it took.
         error: traceback of a failed one.
         note: remarks, such as ``abandoned branch``.
+        findings: what stood out, as text.
     """
 
     step: int
@@ -35,10 +36,16 @@ class Evaluation:
     seconds: float = 0.0
     error: str | None = None
     note: str | None = None
+    findings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the JSON form; a note is left out where there is none."""
-        return {name: value for name, value in vars(self).items() if name != "note" or value is not None}
+        """Returns the JSON form; note and findings are left out where there are none."""
+        body = dict(vars(self))
+        if self.note is None:
+            del body["note"]
+        if not self.findings:
+            del body["findings"]
+        return body
 
 
 def best_of(history: Iterable[Evaluation]) -> Evaluation | None:

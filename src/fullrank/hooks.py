@@ -18,7 +18,7 @@ from fullrank.in_batch import InBatchMonitor
 from fullrank.result import Finding
 from fullrank.weights import has_adapters, load_weights
 
-__all__ = ["TrainerLink", "foreign_checkpoints", "precision_of", "refuse_unfit_arguments"]
+__all__ = ["TrainerLink", "foreign_checkpoints", "precision_of", "refuse_sharded", "refuse_unfit_arguments"]
 
 
 class TrainerLink:
@@ -137,6 +137,21 @@ def precision_of(args: Any) -> Precision | None:
     if getattr(args, "bf16", False):
         return "bf16"
     return "fp16" if getattr(args, "fp16", False) else None
+
+
+def refuse_sharded(args: Any, trainer: Any | None) -> None:
+    """Raises `SettingError` where no process holds the whole model, as it takes to evaluate and store it."""
+    accelerator = getattr(getattr(trainer, "accelerator", None), "state", None)
+    if getattr(args, "fsdp", None) or getattr(accelerator, "fsdp_plugin", None) is not None:
+        what = "FSDP"
+    elif getattr(getattr(args, "hf_deepspeed_config", None), "is_zero3", lambda: False)():
+        what = "DeepSpeed ZeRO stage 3"
+    else:
+        return
+    raise SettingError(
+        f"{what} spreads the weights over the processes, and an evaluation needs them whole. Train with DDP (adapters "
+        "and embedding models fit), or without the callback, and evaluate the checkpoints afterwards"
+    )
 
 
 def refuse_unfit_arguments(args: Any, names: Collection[str]) -> None:

@@ -5,16 +5,19 @@ embeddings are refused, and what could not be put back shows at step 0, before a
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from fullrank._errors import EvaluationError
+from fullrank.card import FullCorpusRetrieval, card_section, with_section
 from fullrank.encode import Precision
 from fullrank.hooks import TrainerLink
 from fullrank.isolate import undisturbed
 from fullrank.journal import result_name
+from fullrank.objective import Objective
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
 from fullrank.store import BestStore, Stored
@@ -37,20 +40,36 @@ class Keeper:
         model: in training.
         plan: encodes the probe texts, as it encodes the golden set that chooses.
         link: the trainer, which writes the model as it would itself.
+        objective: what chooses.
         precision: of encoding.
     """
 
     def __init__(
-        self, store: BestStore, model: nn.Module, plan: EvaluationPlan, link: TrainerLink, precision: Precision | None
+        self,
+        store: BestStore,
+        model: nn.Module,
+        plan: EvaluationPlan,
+        link: TrainerLink,
+        objective: Objective,
+        precision: Precision | None,
     ) -> None:
-        self.store, self.model, self.plan, self.link, self.precision = store, model, plan, link, precision
+        self.store, self.model, self.plan, self.link = store, model, plan, link
+        self.objective, self.precision = objective, precision
 
-    def keep(self, step: int, score: float, results: dict[str, Result]) -> bool:
-        """Stores the weights if they are among the best; returns whether they are the new best."""
+    def keep(
+        self, step: int, score: float, results: Mapping[str, Result], *, base: Mapping[str, Result] | None = None
+    ) -> bool:
+        """Stores the weights if they are among the best; returns whether they are the new best.
+
+        Args:
+            step, score: as in `BestStore.offer`.
+            results: by golden set; stored with the weights.
+            base: of the base model, for the model card.
+        """
         if not self.store.wants(step, score):
             return False
         try:
-            is_best = self.store.offer(step, score, lambda folder: self._save(folder, results, first=step == 0))
+            is_best = self.store.offer(step, score, lambda folder: self._save(folder, step, results, base or {}))
             if step == 0 and self.store.best is not None:
                 self.restore(self.store.best)
             return is_best
@@ -82,18 +101,43 @@ class Keeper:
                 f"embeddings differ by {off:.2g} (at most {tolerance:g} is rounding). Do not use this folder"
             )
 
-    def _save(self, folder: Path, results: dict[str, Result], *, first: bool) -> None:
+    def describe(self, step: int, results: Mapping[str, Result]) -> None:
+        """Gives the results to the model card of a sentence-transformers model, which writes it when it is saved."""
+        card = getattr(self.model, "model_card_data", None)
+        if not callable(tell := getattr(card, "set_evaluation_metrics", None)):
+            return
+        set_name, metric = self.objective.leading
+        for name, result in results.items():
+            primary = str(metric) if name == set_name else next(iter(result.metrics))
+            tell(FullCorpusRetrieval(name, primary), dict(result.metrics), step=step)
+
+    def _save(self, folder: Path, step: int, results: Mapping[str, Result], base: Mapping[str, Result]) -> None:
+        self.describe(step, results)
         beside = save_weights(self.model, folder, save_model=self.link.save_model, loss=self.link.loss)
         save_probe(self._probe(), folder)
         for name, result in results.items():
             result.save(folder / result_name("result", name))
-        if beside and first:
+        self._write_card(folder, step, results, base)
+        if beside and step == 0:
             logger.warning(
                 "%d tensors train beside the adapter (%s, ...): the stored folders hold them in extra.safetensors, "
                 "which fullrank.weights.load_weights reads and other loaders do not",
                 len(beside),
                 beside[0],
             )
+
+    def _write_card(self, folder: Path, step: int, results: Mapping[str, Result], base: Mapping[str, Result]) -> None:
+        set_name, metric = self.objective.leading
+        section = card_section(
+            str(metric),
+            results[set_name],
+            golden=set_name,
+            step=step,
+            base=base.get(set_name),
+            chosen_by=self.objective.label,
+        )
+        path = folder / "README.md"
+        path.write_text(with_section(path.read_text("utf-8") if path.is_file() else "", section), "utf-8")
 
     def _probe(self) -> torch.Tensor:
         with undisturbed(self.model):

@@ -13,7 +13,7 @@ from fullrank.metrics import Metric
 from fullrank.result import Result
 from fullrank.settings import parsed
 
-__all__ = ["Objective", "metrics_needed", "named_sets"]
+__all__ = ["Objective", "collapse_names", "log_name", "log_names", "metrics_needed", "named_sets"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def log_names(values: Mapping[str, Mapping[str, float]], objective: Objective, s
     """
     several = len(values) > 1
     logs = {
-        f"eval_{set_name}_{name}" if several else f"eval_{name}": float(value)
+        log_name(set_name, name, several=several): float(value)
         for set_name, metrics in values.items()
         for name, value in metrics.items()
     }
@@ -106,3 +106,19 @@ def log_names(values: Mapping[str, Mapping[str, float]], objective: Objective, s
     elif several:
         logs[f"eval_{objective.terms[0][1]}"] = float(score)
     return logs
+
+
+def collapse_names(results: Mapping[str, Result]) -> dict[str, float]:
+    """Returns the signs of collapse as they are logged: ``eval_mean_cosine`` (where known) and ``eval_tie_rate``."""
+    several = len(results) > 1
+    return {
+        log_name(set_name, name, several=several): float(value)
+        for set_name, result in results.items()
+        for name, value in (("mean_cosine", result.mean_cosine), ("tie_rate", result.tie_rate))
+        if value is not None
+    }
+
+
+def log_name(set_name: str, name: str, *, several: bool) -> str:
+    """Returns the name of a value in the trackers; with several golden sets it carries the name of the set."""
+    return f"eval_{set_name}_{name}" if several else f"eval_{name}"

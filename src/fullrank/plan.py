@@ -160,6 +160,22 @@ class EvaluationPlan:
                 rows = [side.encode(np.arange(min(n, len(side.inverse)))) for side in sides]
         return torch.cat([part.detach().float().cpu() for part in rows])
 
+    def size(self) -> tuple[int, int, int]:
+        """Returns documents, distinct ones, and the tokens to encode (characters without a tokenizer), queries too."""
+        sides = [self._side(side, Clock()) for side in ("document", "query")]
+        tokens = sum(int(side.lengths().sum()) for side in sides)
+        return len(sides[0].inverse), len(sides[0].texts), tokens
+
+    def sample(self, n: int, *, precision: Precision | None = None) -> int:
+        """Encodes ``n`` documents evenly spaced by length, for timing, and returns how many tokens that were."""
+        with self._undisturbed():
+            side = self._side("document", Clock())
+            order = side.by_length()
+            index = order[np.unique(np.linspace(0, len(order) - 1, min(n, len(order))).astype(np.int64))]
+            with at_precision(precision, side.device):
+                side.encode(index)
+        return int(side.lengths()[np.unique(side.inverse[index])].sum())
+
     def _side(self, side: Side, clock: "Clock") -> "TextSide":
         if side not in self._sides:
             texts = self.golden.query_texts if side == "query" else self.golden.doc_texts

@@ -46,6 +46,14 @@ class Ranks:
         padded[: len(values)] = values
         return [part[:n].to(values.device) for part, n in zip(self._gathered(padded), lengths, strict=True)]
 
+    def first(self, values: Tensor) -> Tensor:
+        """Returns the ``values`` of rank 0, on the device of ``values``; they have the same shape on every rank."""
+        if self.size == 1:
+            return values
+        wire = values.detach().to(_wire(), copy=True).contiguous()
+        distributed.broadcast(wire, src=0)
+        return wire.to(values.device)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Runs the body on every rank; where it raises on one, every rank raises that error when all have come here."""

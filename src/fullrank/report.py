@@ -22,6 +22,7 @@ from fullrank.stats import Interval
 __all__ = [
     "abstention_line",
     "comparison_table",
+    "confirmation",
     "evaluation_line",
     "findings_text",
     "literal",
@@ -162,6 +163,20 @@ def abstention_line(found: Abstention, threshold: Threshold) -> str:
         f"{len(found.unanswerable):,} queries without an answer: AUROC {found.auroc:.3f} [{low:.3f}, {high:.3f}]; "
         f"answering from a top score of {threshold.value:.4g} on answers {100 * threshold.false_answer_rate:.1f} % of "
         f"them and {100 * threshold.answer_rate:.1f} % of the others"
+    )
+
+
+def confirmation(name: str, metric: str, result: Result, comparison: Comparison | None) -> str:
+    """Returns the headline of a run with a second golden set: the score that was not chosen by."""
+    low, high = result.ci(metric)
+    text = f"Confirmed on {name!r}, which did not choose: {metric} {result[metric]:.4f} [{low:.3f}, {high:.3f}]"
+    if comparison is None:
+        return f"{text}."
+    low, high = comparison.interval
+    sure = comparison.verdict if comparison.verdict == "not separable" else f"{comparison.verdict} than the base model"
+    return (
+        f"{text}, {100 * comparison.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}] to the base model, "
+        f"p = {comparison.p_value:.4f} over {comparison.n} queries: {sure}."
     )
 
 

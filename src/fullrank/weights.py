@@ -17,6 +17,7 @@ from fullrank._errors import EvaluationError, SettingError
 from fullrank._optional import require
 
 __all__ = [
+    "changeable",
     "has_adapters",
     "load_probe",
     "load_weights",
@@ -118,6 +119,11 @@ def load_probe(folder: Path) -> Tensor | None:
     """Returns the stored probe embeddings, or None."""
     path = folder / PROBE
     return load_file(path)["embeddings"] if path.is_file() else None
+
+
+def changeable(model: nn.Module, *, loss: object = None) -> list[Tensor]:
+    """Returns what training can change: trained parameters, stored buffers, parameters of the loss."""
+    return [*_trained(model).values(), *dict(_buffers(model)).values(), *_loss_parameters(loss, model).values()]
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -1,0 +1,73 @@
+"""What a run tells people: a line an evaluation, each finding once, the verdict.
+
+Promise: on the console where somebody watches, else in the log; nothing is said twice.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from fullrank.data import GoldenSet
+from fullrank.metrics import Metric
+from fullrank.report import evaluation_line, say, tensorboard_layout, worst_text
+from fullrank.result import Finding, Result
+
+__all__ = ["Announcer"]
+
+logger = logging.getLogger(__name__)
+
+Level = Literal["info", "warning", "error"]
+WORST_QUERIES = 10
+
+
+class Announcer:
+    """Says what happens in a run.
+
+    Args:
+        golden, metric: what lines and worst queries are shown for.
+        speaks: whether somebody watches the console.
+        writes: False on ranks that only take part.
+        writer: returns the TensorBoard writer in use, or None.
+    """
+
+    def __init__(
+        self, golden: GoldenSet, metric: Metric, *, speaks: bool, writes: bool, writer: Callable[[], Any]
+    ) -> None:
+        self.golden, self.metric = golden, metric
+        self.speaks, self.writes, self.writer = speaks, writes, writer
+        self.logs: dict[str, float] = {}
+        self._line: tuple[int, Result, bool] | None = None
+        self._said: set[str] = set()
+
+    def hold(self, step: int, result: Result, *, is_best: bool) -> None:
+        """Takes the line of an evaluation, to be shown with the loss line of its step."""
+        self._line = (step, result, is_best)
+
+    def release(self, max_steps: int) -> None:
+        """Shows the line that was held, if there is one."""
+        if self._line is None:
+            return
+        (step, result, is_best), self._line = self._line, None
+        if self.speaks:
+            say(evaluation_line(step, max_steps, result, str(self.metric), logs=self.logs, is_best=is_best))
+        if (writer := self.writer()) is not None:
+            corpus = dict(zip(self.golden.doc_ids, self.golden.doc_texts, strict=True))
+            writer.add_text("worst queries", worst_text(result.worst(WORST_QUERIES, self.metric), corpus), step)
+
+    def add_layout(self, names: Iterable[str]) -> None:
+        """Gives TensorBoard the view with loss, in-batch and full-corpus curves; ``names`` as they are logged."""
+        if (writer := self.writer()) is not None:
+            writer.add_custom_scalars(tensorboard_layout([f"eval/{name.removeprefix('eval_')}" for name in names]))
+
+    def tell(self, level: Level, text: str) -> None:
+        """Says something; without a console only what needs attention goes to the log."""
+        if self.speaks:
+            say(text)
+        elif level != "info" and self.writes:
+            getattr(logger, level)(text)
+
+    def once(self, finding: Finding) -> None:
+        """Says a finding, unless one of its kind was said before."""
+        if finding.kind not in self._said:
+            self._said.add(finding.kind)
+            self.tell(finding.severity, str(finding))
