@@ -102,6 +102,7 @@ def test_a_collapse_is_logged_journalled_and_told_once(tiny_st, tiny_golden, pai
     rows = {row["step"]: row for row in trainer.state.log_history if "eval_tie_rate" in row}
     assert set(rows) == {0, 2, 4}
     assert rows[0]["eval_tie_rate"] < 0.05 < 0.9 < rows[2]["eval_tie_rate"]
+    assert rows[0]["eval_mean_cosine"] < 0.95 < rows[2]["eval_mean_cosine"] <= 1 + 1e-6
     json.dumps(rows)
     lines = [json.loads(text) for text in (tmp_path / "fullrank" / "history.jsonl").read_text().splitlines()]
     assert "findings" not in lines[0]
