@@ -32,6 +32,7 @@ _HOME = {
     "in_batch_metrics": "in_batch",
     "BestStore": "store",
     "CollapseThresholds": "guards",
+    "Guard": "guards",
     "RetrievalCallback": "callback",
     "write_report": "page",
 }
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from fullrank.evaluate import evaluate_embeddings as evaluate_embeddings
     from fullrank.gating import gate as gate
     from fullrank.guards import CollapseThresholds as CollapseThresholds
+    from fullrank.guards import Guard as Guard
     from fullrank.in_batch import in_batch_metrics as in_batch_metrics
     from fullrank.loaders import load_golden as load_golden
     from fullrank.metrics import Metric as Metric

@@ -8,33 +8,32 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback
 
 from fullrank._errors import SettingError
+from fullrank.adviser import Adviser
 from fullrank.announce import Announcer
+from fullrank.beginning import begin
 from fullrank.checkpoints import Evaluation
 from fullrank.comparison import Comparison
 from fullrank.data import GoldenSet
-from fullrank.encode import Encoder, Precision, as_encoder
+from fullrank.encode import Encoder, Precision
 from fullrank.ending import Ending, conclude
-from fullrank.guards import CollapseThresholds, checked_confirm
-from fullrank.hooks import TrainerLink, foreign_checkpoints, precision_of, refuse_sharded, refuse_unfit_arguments
+from fullrank.guards import CollapseThresholds, Guard, passed_over
+from fullrank.hooks import TrainerLink, foreign_checkpoints, refuse_sharded, refuse_unfit_arguments
 from fullrank.in_batch import InBatchMonitor
-from fullrank.journal import Journal, move_aside
-from fullrank.keeper import Keeper
 from fullrank.metrics import Metric, TieRule
-from fullrank.objective import Objective, collapse_names, log_names, metrics_needed, named_sets
-from fullrank.plan import EvaluationPlan
+from fullrank.objective import collapse_names, log_names
+from fullrank.options import Options
 from fullrank.report import confirmation, verdict
 from fullrank.result import Result
 from fullrank.schedule import Schedule, StepClock, cost_line, cost_remedy
 from fullrank.session import Session
-from fullrank.settings import DEFAULT_METRICS, refuse_no_count, refuse_unknown
-from fullrank.store import BestStore, Stored
-from fullrank.unison import all_or_none
+from fullrank.settings import DEFAULT_METRICS
+from fullrank.store import Stored
 from fullrank.weights import has_adapters, refuse_shadowed_adapter, save_extra
 
 __all__ = ["RetrievalCallback"]
@@ -58,6 +57,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             ``Backbone(model.backbone, tokenizer)``.
         confirm: a second golden set with other queries; the base model and the winner are scored on it once, and that
             number is the headline: the highest of several scores flatters.
+        guards: general sets that must not get worse than the base model; a step below a floor is not eligible.
         metrics: what to compute and log.
         ties: see `fullrank.metrics`.
         keep_best: how many best steps stay on disk.
@@ -78,7 +78,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     Raises:
         SettingError: an option that cannot work.
-        DataError: a golden set without an answerable query, or a ``confirm`` that shares its queries.
+        DataError: a golden set without an answerable query, or sets that do not go together.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         every: int | Literal["epoch"] | None = None,
         encoder: Encoder | None = None,
         confirm: GoldenSet | None = None,
+        guards: Guard | Sequence[Guard] = (),
         metrics: Sequence[str | Metric] = DEFAULT_METRICS,
         ties: TieRule = "expected",
         keep_best: int = 1,
@@ -99,28 +100,23 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         collapse: CollapseThresholds | None = None,
         verbose: bool | None = None,
     ) -> None:
-        if every != "epoch":
-            refuse_no_count("every", every, "a whole number of steps from 1, 'epoch' or None")
-        refuse_no_count("patience", patience, "a whole number from 1 or None")
-        refuse_no_count("batch_tokens", batch_tokens, "a whole number from 1 or None")
-        refuse_no_count("keep_best", keep_best or 0, "a whole number from 1")
-        refuse_unknown("ties", ties, get_args(TieRule))
-        refuse_unknown("precision", precision, ("auto", None, *get_args(Precision)))
-        if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
-            raise SettingError(f"min_delta={min_delta!r} must be a number from 0")
-        if collapse is not None and not isinstance(collapse, CollapseThresholds):
-            raise SettingError(f"collapse={collapse!r} must be CollapseThresholds(...) or None")
-        if encoder is not None:
-            as_encoder(encoder)  # refuses what cannot encode
-        self.golden = named_sets(golden)
-        self.objective = Objective.parse(select, list(self.golden))
-        self.metrics = metrics_needed(metrics, self.objective)
-        self.confirm = confirm
-        self._findings = [] if confirm is None else self._check_confirm(confirm)
-        self.every, self.encoder, self.ties, self.keep_best = every, encoder, ties, keep_best
-        self.patience, self.min_delta = patience, min_delta
-        self.precision, self.batch_tokens, self.verbose = precision, batch_tokens, verbose
-        self.collapse = collapse or CollapseThresholds()
+        self.options = Options.checked(
+            golden,
+            select,
+            every=every,
+            encoder=encoder,
+            confirm=confirm,
+            guards=guards,
+            metrics=metrics,
+            ties=ties,
+            keep_best=keep_best,
+            patience=patience,
+            min_delta=min_delta,
+            precision=precision,
+            batch_tokens=batch_tokens,
+            collapse=collapse,
+            verbose=verbose,
+        )
         self.monitor = InBatchMonitor()
         self.link = TrainerLink(None)
         self.ending = Ending()
@@ -153,7 +149,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     @property
     def base_result(self) -> Result | None:
         """The result of step 0 on the set that chooses."""
-        return None if self._session is None else self._session.base_results.get(self.objective.leading[0])
+        return None if self._session is None else self._session.base_results.get(self.options.objective.leading[0])
 
     @property
     def best_result(self) -> Result | None:
@@ -173,11 +169,11 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepares folders and encoders; trackers are not set up yet, so nothing is evaluated here."""
-        model = kwargs["model"]
+        model, options = kwargs["model"], self.options
         refuse_shadowed_adapter(model)
         refuse_sharded(args, self.link.trainer)
-        nothing = {name: dict.fromkeys(map(str, self.metrics), 0.0) for name in self.golden}
-        self._names = list(log_names(nothing, self.objective, 0.0))
+        nothing = {name: dict.fromkeys(map(str, self.options.metrics), 0.0) for name in self.options.golden}
+        self._names = list(log_names(nothing, self.options.objective, 0.0))
         refuse_unfit_arguments(args, self._names)
         if self.link.trainer is None:
             logger.warning(
@@ -186,24 +182,26 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             )
         by_steps = str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps"
         self._schedule = Schedule.of(
-            self.every,
+            self.options.every,
             eval_steps=int(state.eval_steps) if by_steps else None,
             max_steps=state.max_steps,
             epochs=max(1, math.ceil(state.num_train_epochs or 1)),
         )
         writes = bool(state.is_world_process_zero)
-        speaks = writes and (not args.disable_tqdm if self.verbose is None else self.verbose)
-        set_name, metric = self.objective.leading
+        speaks = writes and (not args.disable_tqdm if self.options.verbose is None else self.options.verbose)
+        set_name, metric = self.options.objective.leading
         self._announcer = Announcer(
-            self.golden[set_name], metric, speaks=speaks, writes=writes, writer=lambda: self.link.writer
+            self.options.golden[set_name], metric, speaks=speaks, writes=writes, writer=lambda: self.link.writer
         )
         if state.global_step == 0 and (finding := foreign_checkpoints(args)):
             logger.warning("%s", finding)
-        for finding in self._findings:
+        for finding in options.findings:
             self._announcer.once(finding)
-        self._session = self._begin(model, args, state, writes=writes)
+        self._session = begin(self.options, self.link, model, args, step=state.global_step, writes=writes)
+        self._adviser = Adviser(metric, warmup_steps=args.get_warmup_steps(state.max_steps))
         self._clock, self._injected_at = StepClock(), -1
         self._values: dict[str, float] = {}
+        self._eligible = True
         self.ending, self._training = Ending(), True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -241,7 +239,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             return control
         if name not in metrics and self._injected_at != state.global_step:
             control = self._evaluate(args, state, control)
-            metrics[name] = self._values.get(name, float("-inf"))
+            metrics[name] = self._values.get(name, float("-inf")) if self._eligible else float("-inf")
             self._injected_at = state.global_step
         return control
 
@@ -255,6 +253,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Notes the loss line, and prints the evaluation of its step with it."""
         if logs and "loss" in logs and self._session is not None:
             self._announcer.logs = dict(logs)
+            self._adviser.loss_line(state.global_step, logs)
             self._announcer.release(state.max_steps)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -267,19 +266,11 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         state.best_metric = None if best is None else best.score
         state.best_global_step = None if best is None else best.step
         state.best_model_checkpoint = None if best is None else str(best.path)
-        text = verdict(
-            ending.comparison,
-            improved=ending.improved,
-            step=None if best is None else best.step,
-            metric=self.objective.label,
-        )
-        self._announcer.tell("error" if best is None else "info" if ending.improved else "warning", text)
-        if self.confirm is not None and ending.confirmed is not None:
-            metric = str(self.objective.leading[1])
+        self._tell_the_end(ending)
+        if ending.confirmed is not None:
             values = {f"eval_confirm_{name}": float(value) for name, value in ending.confirmed.metrics.items()}
             self.link.log(values, state, control, folder=self._run.folder, writes=self._run.writes)
             self.link.close()
-            self._announcer.tell("info", confirmation(self.confirm.name, metric, ending.confirmed, ending.confirmation))
 
     # ------------------------------------------------------------------ what they share
 
@@ -289,55 +280,28 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             raise SettingError("RetrievalCallback got an event before on_train_begin; give it to a Trainer")
         return self._session
 
-    def _check_confirm(self, confirm: GoldenSet) -> list[Any]:
-        found = [checked_confirm(confirm, golden) for golden in self.golden.values()]
-        if confirm.name in self.golden:
-            raise SettingError(f"confirm needs a name of its own, got {confirm.name!r}; pass name=... to GoldenSet")
-        return [finding for finding in found if finding is not None]
-
-    def _begin(self, model: Any, args: Any, state: Any, *, writes: bool) -> Session:
-        folder = Path(args.output_dir) / "fullrank"
-        # Also a barrier: no rank looks into the folder before an old one has moved.
-        all_or_none(lambda: move_aside(folder) if writes and state.global_step == 0 else None)
-        encoder = as_encoder(model if self.encoder is None else self.encoder)
-        plans = {name: EvaluationPlan(encoder, g, self.batch_tokens) for name, g in self.golden.items()}
-        precision = precision_of(args) if self.precision == "auto" else self.precision
-        store = BestStore(folder / "best", keep_best=self.keep_best)
-        session = Session(
-            model=model,
-            plans=plans,
-            confirm=None if self.confirm is None else EvaluationPlan(encoder, self.confirm, self.batch_tokens),
-            objective=self.objective,
-            metrics=self.metrics,
-            ties=self.ties,
-            precision=precision,
-            thresholds=self.collapse,
-            keeper=Keeper(store, model, plans[self.objective.leading[0]], self.link, self.objective, precision),
-            journal=Journal(folder, write=writes),
-            writes=writes,
-        )
-        if state.global_step:
-            session.resume(state.global_step)
-        return session
-
     def _evaluate(self, args: Any, state: Any, control: Any) -> Any:
         run = self._run
         if state.global_step == run.step:
             return control
         moment = run.evaluate(state.global_step, float(state.epoch or 0))
         results, score = moment.outcome.results, moment.outcome.score
+        self._eligible = moment.look.eligible
         if score is None:
             self._values = {}
             return control
-        self._values = log_names({name: r.metrics for name, r in results.items()}, self.objective, score)
-        values = self._values | collapse_names(results)
+        self._values = log_names({name: r.metrics for name, r in results.items()}, self.options.objective, score)
+        values = self._values | collapse_names(results) | moment.look.logs
         self.link.log(values, state, control, folder=run.folder, writes=run.writes)
-        self._announcer.hold(state.global_step, results[self.objective.leading[0]], is_best=moment.is_best)
+        self._announcer.hold(state.global_step, results[self.options.objective.leading[0]], is_best=moment.is_best)
         if state.global_step == 0:
             self._announcer.release(state.max_steps)
-        for finding in moment.findings:
+        advice = self._adviser.evaluation(state.global_step, results[self.options.objective.leading[0]])
+        for finding in (*moment.findings, *advice):
             self._announcer.once(finding)
-        if self.patience and run.waited(min_delta=self.min_delta) >= self.patience:
+        if moment.look.stop:
+            control.should_training_stop = True
+        if self.options.patience and run.waited(min_delta=self.options.min_delta) >= self.options.patience:
             control.should_training_stop = True
         return control
 
@@ -346,3 +310,16 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         cost = self._run.cost(self._schedule.evaluations)
         if cost is not None and (text := cost_remedy(cost, self._schedule, step_seconds)):
             self._announcer.tell("warning", text)
+
+    def _tell_the_end(self, ending: Ending) -> None:
+        label, tell = self.options.objective.label, self._announcer.tell
+        step = None if ending.best is None else ending.best.step
+        if step is not None or ending.passed_over is None:
+            text = verdict(ending.comparison, improved=ending.improved, step=step, metric=label)
+            tell("error" if step is None else "info" if ending.improved else "warning", text)
+        if ending.passed_over is not None:
+            breach, score = ending.passed_over
+            tell("warning", passed_over(breach, score=score, metric=label, best=step))
+        if self.options.confirm is not None and ending.confirmed is not None:
+            metric = str(self.options.objective.leading[1])
+            tell("info", confirmation(self.options.confirm.name, metric, ending.confirmed, ending.confirmation))

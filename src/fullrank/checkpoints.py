@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Evaluation", "Status", "best_of", "since_best", "steps_to_keep"]
+__all__ = ["NOT_ELIGIBLE", "Evaluation", "Status", "best_of", "since_best", "steps_to_keep"]
 
 Status = Literal["ok", "failed", "skipped"]
+NOT_ELIGIBLE = "not eligible"
+"""The note of an evaluation that went well and may not be chosen: a guard was breached."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Evaluation:
         metrics: ``{"recall@1": ...}``, with several golden sets ``{"<set>/recall@1": ...}``.
         seconds: how long it took.
         error: traceback of a failed one.
-        note: remarks, such as ``abandoned branch``.
+        note: remarks, such as ``abandoned branch`` or ``not eligible``.
         findings: what stood out, as text.
     """
 
@@ -38,6 +40,11 @@ class Evaluation:
     note: str | None = None
     findings: list[str] = field(default_factory=list)
 
+    @property
+    def eligible(self) -> bool:
+        """Whether it may be chosen: it went well, and no guard was breached."""
+        return self.status == "ok" and self.note != NOT_ELIGIBLE
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON form; note and findings are left out where there are none."""
         body = dict(vars(self))
@@ -50,7 +57,7 @@ class Evaluation:
 
 def best_of(history: Iterable[Evaluation]) -> Evaluation | None:
     """Returns the evaluation with the highest finite score, the earliest step among equals, or None."""
-    scored = [(e.score, -e.step, e) for e in history if e.status == "ok" and _finite(e.score)]
+    scored = [(e.score, -e.step, e) for e in history if e.eligible and _finite(e.score)]
     return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
@@ -63,7 +70,7 @@ def since_best(history: Sequence[Evaluation], *, min_delta: float = 0.0) -> int:
     for evaluation in history:
         if evaluation.status != "ok" or evaluation.score is None or not math.isfinite(evaluation.score):
             continue
-        if evaluation.score > best + (min_delta if math.isfinite(best) else 0.0):
+        if evaluation.eligible and evaluation.score > best + (min_delta if math.isfinite(best) else 0.0):
             best, waited = evaluation.score, 0
         else:
             waited += 1

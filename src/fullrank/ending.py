@@ -4,13 +4,16 @@ Promise: what is in the model at the end is what was scored; the numbers of the 
 """
 
 import logging
+import math
 from dataclasses import dataclass
 
 from fullrank.card import card_section, with_section
+from fullrank.checkpoints import NOT_ELIGIBLE
 from fullrank.comparison import Comparison, compare
-from fullrank.journal import result_name
+from fullrank.guards import Breach
+from fullrank.journal import read_result, result_name
 from fullrank.result import Result
-from fullrank.session import CONFIRM_FILE, Session, read_result
+from fullrank.session import CONFIRM_FILE, Session
 from fullrank.store import Stored
 from fullrank.unison import all_or_none, copy_from_writer, of_the_writer
 from fullrank.weights import changeable
@@ -31,6 +34,7 @@ class Ending:
         comparison: of the two, paired by query.
         confirm_base, confirmed: on the second golden set.
         confirmation: of these two.
+        passed_over: the breach of the step that scored highest and higher than ``best``, and its score.
     """
 
     best: Stored | None = None
@@ -41,6 +45,7 @@ class Ending:
     confirm_base: Result | None = None
     confirmed: Result | None = None
     confirmation: Comparison | None = None
+    passed_over: tuple[Breach, float] | None = None
 
 
 def conclude(session: Session) -> Ending:
@@ -53,7 +58,9 @@ def conclude(session: Session) -> Ending:
     set_name, metric = session.objective.leading
     base_result = session.base_results.get(set_name)
     if best is None:
-        return Ending(base_result=base_result, confirm_base=session.confirm_base)
+        return Ending(
+            base_result=base_result, confirm_base=session.confirm_base, passed_over=of_the_writer(_passed_over(session))
+        )
     all_or_none(lambda: session.keeper.restore(best) if session.writes else None)
     copy_from_writer(changeable(session.model, loss=session.keeper.link.loss))
     # From the folder of the weights: the step may have been evaluated on another branch as well.
@@ -71,10 +78,20 @@ def conclude(session: Session) -> Ending:
         session.confirm_base,
         confirmed,
         _compared(session.confirm_base, confirmed, str(metric)),
+        of_the_writer(_passed_over(session)),
     )
     if session.writes:
         _finish_card(session, ending)
     return ending
+
+
+def _passed_over(session: Session) -> tuple[Breach, float] | None:
+    floor = -math.inf if session.best is None else session.best.score
+    higher = [(line.score, line.step) for line in session.journal.lines if line.note == NOT_ELIGIBLE]
+    for score, step in sorted(((s, step) for s, step in higher if s is not None and s > floor), reverse=True):
+        if breaches := session.watch.breaches(step) if session.writes else []:
+            return breaches[0], score
+    return None
 
 
 def _compared(before: Result | None, after: Result | None, metric: str) -> Comparison | None:

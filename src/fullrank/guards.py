@@ -4,19 +4,37 @@ Promise: pure functions of results; a Finding says what was measured, what was a
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from fullrank._errors import DataError, SettingError, first_few
 from fullrank.checks import normalise
+from fullrank.comparison import Comparison, compare
 from fullrank.data import GoldenSet, refuse_other_than_golden
+from fullrank.metrics import Metric
 from fullrank.result import Finding, Result
+from fullrank.settings import refuse_no_count, refuse_unknown
 
-__all__ = ["CollapseThresholds", "checked_confirm", "collapse_findings"]
+__all__ = [
+    "Breach",
+    "CollapseThresholds",
+    "Guard",
+    "breach_of",
+    "checked_confirm",
+    "checked_guards",
+    "collapse_findings",
+    "guard_names",
+    "passed_over",
+]
 
 ROUNDING = 1e-9
 """A difference of exactly the limit passes, whatever the last bit of a subtraction says."""
 SAME_SET = 0.5
-"""A second set that shares more than this of its queries with the one that chooses confirms nothing."""
+"""A second set that shares more than this of its queries with the one that chooses confirms nothing; a guard that
+shares more than this of its documents is no general set."""
+OnBreach = Literal["warn", "stop"]
+FORGETTING_REMEDY = "Try a lower learning rate, fewer epochs, or general pairs mixed in"
 
 
 @dataclass(frozen=True)
@@ -90,3 +108,133 @@ def checked_confirm(confirm: GoldenSet, choosing: GoldenSet) -> Finding | None:
         )
     remedy = "Leave them out of one of the two sets"
     return Finding("confirm-shared", "warning", message, len(shared), tuple(shared[:5]), remedy)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A general set that must not get worse than the base model: a checkpoint below its floor is not eligible.
+
+    Attributes:
+        golden: the set, of another domain than the training.
+        metric: what is measured.
+        max_drop: how far it may fall below the base model; a fall of exactly so much passes. 0.02 is the usual
+            2-point rule.
+        every_kth: measured at every k-th evaluation, and besides wherever a step would be kept.
+        on_breach: ``"stop"`` ends the training at a breach.
+        baseline: a saved `Result` of the base model on this set; default: the model as it stands at step 0.
+
+    Raises:
+        SettingError: an option that cannot work.
+        DataError: no golden set, none of its queries answerable, or a baseline from other data or without the metric.
+    """
+
+    golden: GoldenSet
+    metric: str = "ndcg@10"
+    max_drop: float = 0.02
+    every_kth: int = 1
+    on_breach: OnBreach = "warn"
+    baseline: Result | None = None
+
+    def __post_init__(self) -> None:
+        refuse_other_than_golden(self.golden)
+        self.golden.require_answerable()
+        object.__setattr__(self, "metric", str(Metric.parse(self.metric)))
+        number = isinstance(self.max_drop, int | float) and not isinstance(self.max_drop, bool)
+        if not number or not 0 <= self.max_drop < 1:
+            raise SettingError(f"Guard: max_drop={self.max_drop!r} must be from 0 to below 1; 0.02 are two points")
+        refuse_no_count("every_kth", self.every_kth or 0, "a whole number from 1")
+        refuse_unknown("on_breach", self.on_breach, get_args(OnBreach))
+        if self.baseline is None:
+            return
+        if not isinstance(self.baseline, Result):
+            raise DataError("Guard: baseline must be a Result; read it back with fullrank.Result.load(path)")
+        if self.metric not in self.baseline.metrics:
+            raise DataError(
+                f"Guard: the baseline does not hold {self.metric!r}, only {', '.join(self.baseline.metrics)}"
+            )
+        if self.baseline.provenance.get("data") != self.golden.fingerprint():
+            raise DataError(
+                f"Guard: the baseline was not made on the golden set {self.golden.name!r}; evaluate it again"
+            )
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A step at which a guard fell below its floor.
+
+    Attributes:
+        step: of training.
+        guard: that was breached.
+        comparison: of the step with the base model, on the set of the guard.
+    """
+
+    step: int
+    guard: Guard
+    comparison: Comparison
+
+    @property
+    def finding(self) -> Finding:
+        """The Finding: the drop with its interval, whether it is separable from none, and what to try."""
+        found = self.comparison
+        low, high = found.interval
+        sure = "not separable from no change" if found.verdict == "not separable" else "separable from no change"
+        return Finding(
+            f"guard-{self.guard.golden.name}",
+            "warning",
+            f"step {self.step} lost {-100 * found.delta:.2f} points of {found.metric} on {self.guard.golden.name!r} "
+            f"[{-100 * high:.2f}, {-100 * low:.2f}], {sure}; {100 * self.guard.max_drop:g} are allowed, so it is not "
+            "eligible",
+            count=len(found.losses),
+            examples=found.losses[:5],
+            remedy=FORGETTING_REMEDY,
+        )
+
+
+def breach_of(guard: Guard, base: Result, now: Result, *, step: int) -> Breach | None:
+    """Returns the breach where ``now`` lies more than ``max_drop`` below ``base``, else None."""
+    drop = base[guard.metric] - now[guard.metric]
+    return Breach(step, guard, compare(base, now, guard.metric)) if drop > guard.max_drop + ROUNDING else None
+
+
+def passed_over(breach: Breach, *, score: float, metric: str, best: int | None) -> str:
+    """Returns what the end of a run says about a step that scored higher and is not eligible.
+
+    Args:
+        breach: of that step.
+        score, metric: of that step, by which it would have been chosen.
+        best: the best eligible step, or None.
+    """
+    instead = "No step was eligible: nothing was chosen" if best is None else f"Step {best} is the best eligible one"
+    why = breach.finding.message.removeprefix(f"step {breach.step} ")
+    return f"Step {breach.step} scored higher, {metric} {score:.4f}, but {why}. {instead}. {FORGETTING_REMEDY}."
+
+
+def guard_names(guard: Guard, base: Result, now: Result) -> dict[str, float]:
+    """Returns what goes to the trackers: ``eval_guard_<set>_<metric>`` and its difference to the base model."""
+    name = f"eval_guard_{guard.golden.name}_{guard.metric}"
+    return {name: float(now[guard.metric]), f"{name}_delta": float(now[guard.metric] - base[guard.metric])}
+
+
+def checked_guards(guards: Guard | Sequence[Guard], choosing: Sequence[GoldenSet]) -> tuple[Guard, ...]:
+    """Returns the guards.
+
+    Raises:
+        SettingError: what is no guard, or two of the same name.
+        DataError: a guard on the documents that choose, which says nothing about another domain.
+    """
+    found = (guards,) if isinstance(guards, Guard) else guards
+    if not isinstance(found, Sequence) or not all(isinstance(guard, Guard) for guard in found):
+        raise SettingError(f"guards={guards!r} must be Guard(golden, ...) or a list of them")
+    names = [guard.golden.name for guard in found] + [golden.name for golden in choosing]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise SettingError(f"guards and golden sets need different names, got {first_few(twice)} more than once")
+    for guard in found:
+        texts = set(map(normalise, guard.golden.doc_texts))
+        for golden in choosing:
+            shared = len(texts & set(map(normalise, golden.doc_texts)))
+            if shared > SAME_SET * len(texts):
+                raise DataError(
+                    f"the guard {guard.golden.name!r} holds the documents of {golden.name!r} ({shared} of {len(texts)} "
+                    "are the same): it cannot show what is forgotten elsewhere. Give a set of another domain"
+                )
+    return tuple(found)

@@ -18,6 +18,7 @@ from fullrank.checkpoints import Evaluation, Status
 from fullrank.result import Result
 
 __all__ = ["ABANDONED", "Journal", "move_aside", "read_history", "result_name"]
+__all__ = ["Journal", "move_aside", "read_result", "result_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,11 @@ class Journal:
 def result_name(stem: str, golden_name: str | None = None) -> str:
     """Returns the file name of a stored result; with several golden sets it carries the name of the set."""
     return f"{stem}.json" if golden_name is None else f"{stem}.{quote(golden_name, safe='')}.json"
+
+
+def read_result(path: Path) -> Result | None:
+    """Returns the stored result, or None where there is none."""
+    return Result.load(path) if path.is_file() else None
 
 
 def move_aside(folder: Path) -> Path | None:

@@ -13,11 +13,12 @@ from time import perf_counter
 from torch import nn
 
 from fullrank._errors import DataError, NonFiniteError
-from fullrank.checkpoints import best_of, since_best
+from fullrank.checkpoints import NOT_ELIGIBLE, best_of, since_best
 from fullrank.encode import Precision
+from fullrank.guarding import Look, Watch
 from fullrank.guards import CollapseThresholds, collapse_findings
 from fullrank.isolate import undisturbed
-from fullrank.journal import Journal, result_name
+from fullrank.journal import Journal, read_result, result_name
 from fullrank.keeper import Keeper
 from fullrank.metrics import Metric, TieRule
 from fullrank.objective import Objective
@@ -28,7 +29,7 @@ from fullrank.scoring import Outcome, score_all
 from fullrank.store import Stored
 from fullrank.unison import all_or_none, of_the_writer
 
-__all__ = ["CONFIRM_BASE_FILE", "CONFIRM_FILE", "Moment", "Session", "read_result"]
+__all__ = ["CONFIRM_BASE_FILE", "CONFIRM_FILE", "Moment", "Session"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,13 @@ class Moment:
         outcome: results and score, or the error.
         is_best: whether its weights are the new best.
         findings: what stood out.
+        look: what the guards said.
     """
 
     outcome: Outcome
     is_best: bool = False
     findings: tuple[Finding, ...] = ()
+    look: Look = field(default_factory=Look)
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Session:
         plans: by golden set; ``confirm``: of the second one, which is scored at step 0 and at the end.
         objective, metrics, ties, precision: of the evaluations.
         keeper: stores and restores weights.
+        watch: the guards.
         journal: what happened.
         writes: False on the ranks that only take part.
         step: of the last evaluation; -1 before the first.
@@ -78,6 +82,7 @@ class Session:
     precision: Precision | None
     thresholds: CollapseThresholds
     keeper: Keeper
+    watch: Watch
     journal: Journal
     writes: bool
     step: int = -1
@@ -97,8 +102,8 @@ class Session:
             DataError: a resumed run has other golden sets than it began with.
         """
         all_or_none(lambda: self._read_back(step) if self.writes else None)
-        self.journal.lines, self.best, self.base_results, self.confirm_base = of_the_writer(
-            (self.journal.lines, self.keeper.store.best, self.base_results, self.confirm_base)
+        (self.journal.lines, self.best, self.base_results, self.confirm_base, self.watch.bases) = of_the_writer(
+            (self.journal.lines, self.keeper.store.best, self.base_results, self.confirm_base, self.watch.bases)
         )
 
     def _read_back(self, step: int) -> None:
@@ -111,6 +116,7 @@ class Session:
             self.confirm_base = read_result(self.folder / CONFIRM_BASE_FILE)
             if self.confirm_base is not None:
                 self._refuse_other_data(self.confirm.golden.name, self.confirm, self.confirm_base)
+        self.watch.read_back()
         stored = [entry.step for entry in self.keeper.store.stored]
         self.journal.resume(step, stored)
         best = best_of(self.journal.lines)
@@ -170,7 +176,7 @@ class Session:
             if step == 0 and not isinstance(outcome.error, NonFiniteError):
                 raise outcome.error
             error = outcome.error
-            self._note(outcome, step, epoch, ())
+            self._note(outcome, step, epoch)
             logger.error(
                 "evaluation at step %d failed and is not a candidate: %s: %s", step, type(error).__name__, error
             )
@@ -178,15 +184,18 @@ class Session:
         if step == 0:
             self.base_results = outcome.results
             self._confirm_base()
-        findings = tuple(
-            finding
-            for name, result in outcome.results.items()
-            for finding in collapse_findings(
-                result, base=self.base_results.get(name) if step else None, thresholds=self.thresholds, name=name
-            )
-        )
-        self._note(outcome, step, epoch, findings)
-        return Moment(outcome, self._keep(step, outcome), findings)
+        wanted = of_the_writer(self.writes and self.keeper.store.wants(step, outcome.score or 0.0))
+        look = self.watch.look(self.model, step, wanted=wanted)
+        findings = (*self._collapse(step, outcome), *look.findings)
+        self._note(outcome, step, epoch, findings, look)
+        return Moment(outcome, look.eligible and self._keep(step, outcome), findings, look)
+
+    def _collapse(self, step: int, outcome: Outcome) -> list[Finding]:
+        found: list[Finding] = []
+        for name, result in outcome.results.items():
+            base = self.base_results.get(name) if step else None
+            found += collapse_findings(result, base=base, thresholds=self.thresholds, name=name)
+        return found
 
     def _keep(self, step: int, outcome: Outcome) -> bool:
         base = self.base_results if step else {}
@@ -196,8 +205,21 @@ class Session:
         is_best, self.best = of_the_writer((is_best, self.keeper.store.best if self.writes else None))
         return is_best
 
-    def _note(self, outcome: Outcome, step: int, epoch: float, findings: Sequence[Finding]) -> None:
-        line = replace(outcome.line(step, epoch), findings=[str(finding) for finding in findings])
+    def _note(
+        self, outcome: Outcome, step: int, epoch: float, findings: Sequence[Finding] = (), look: Look | None = None
+    ) -> None:
+        line = outcome.line(step, epoch)
+        guarded = {
+            f"guard/{name}/{metric}": value
+            for name, result in ({} if look is None else look.results).items()
+            for metric, value in result.metrics.items()
+        }
+        line = replace(
+            line,
+            metrics=line.metrics | guarded,
+            note=NOT_ELIGIBLE if look is not None and not look.eligible else None,
+            findings=[str(finding) for finding in findings],
+        )
         try:
             self.journal.add(line, outcome.results)
         except (OSError, ValueError) as error:  # a full disk, or a number that JSON cannot hold
@@ -229,8 +251,3 @@ class Session:
     def waited(self, *, min_delta: float) -> int:
         """Returns how many finished evaluations came since the last improvement."""
         return since_best(self.journal.current, min_delta=min_delta)
-
-
-def read_result(path: Path) -> Result | None:
-    """Returns the stored result, or None where there is none."""
-    return Result.load(path) if path.is_file() else None

@@ -1,0 +1,77 @@
+"""The begin of a run: folders, plans, and where a broken-off one goes on.
+
+Promise: what does not fit is refused here, before anything is spent; an old folder is moved aside, never written into.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fullrank._errors import DataError
+from fullrank.encode import as_encoder
+from fullrank.guarding import Watch
+from fullrank.hooks import TrainerLink, precision_of
+from fullrank.journal import Journal, move_aside
+from fullrank.keeper import Keeper
+from fullrank.options import Options
+from fullrank.plan import EvaluationPlan
+from fullrank.session import Session
+from fullrank.store import BestStore
+from fullrank.unison import all_or_none
+
+__all__ = ["begin"]
+
+
+def begin(options: Options, link: TrainerLink, model: Any, args: Any, *, step: int, writes: bool) -> Session:
+    """Returns the session of a run that begins at ``step``, or goes on there.
+
+    Raises:
+        SettingError: no way to encode with the model.
+        DataError: golden sets or baselines that are not those of the run.
+    """
+    folder = Path(args.output_dir) / "fullrank"
+    for guard in options.guards:
+        ties = None if guard.baseline is None else guard.baseline.provenance.get("ties")
+        if ties is not None and ties != options.ties:
+            raise DataError(f"the baseline of the guard {guard.golden.name!r} has ties={ties!r}, not {options.ties!r}")
+    # Also a barrier: no rank looks into the folder before an old one has moved.
+    all_or_none(lambda: move_aside(folder) if writes and step == 0 else None)
+    encoder = as_encoder(model if options.encoder is None else options.encoder)
+    precision = precision_of(args) if options.precision == "auto" else options.precision
+    plans = _plans(encoder, options.golden, options.batch_tokens)
+    guarded = {guard.golden.name: guard.golden for guard in options.guards}
+    session = Session(
+        model=model,
+        plans=plans,
+        confirm=None if options.confirm is None else EvaluationPlan(encoder, options.confirm, options.batch_tokens),
+        objective=options.objective,
+        metrics=options.metrics,
+        ties=options.ties,
+        precision=precision,
+        thresholds=options.collapse,
+        keeper=Keeper(
+            BestStore(folder / "best", keep_best=options.keep_best),
+            model,
+            plans[options.objective.leading[0]],
+            link,
+            options.objective,
+            precision,
+        ),
+        watch=Watch(
+            options.guards,
+            _plans(encoder, guarded, options.batch_tokens),
+            folder=folder,
+            writes=writes,
+            ties=options.ties,
+            precision=precision,
+        ),
+        journal=Journal(folder, write=writes),
+        writes=writes,
+    )
+    if step:
+        session.resume(step)
+    return session
+
+
+def _plans(encoder: Any, sets: Mapping[str, Any], batch_tokens: int | None) -> dict[str, EvaluationPlan]:
+    return {name: EvaluationPlan(encoder, golden, batch_tokens) for name, golden in sets.items()}
