@@ -64,7 +64,8 @@ def test_without_in_batch_numbers_nothing_is_said(result):
 
 def test_a_run_with_a_poor_batch_is_told_so_once(tiny_st, tiny_golden, pairs, tmp_path, capsys):
     shuffled = {"anchor": pairs["anchor"], "positive": pairs["positive"][7:] + pairs["positive"][:7]}
-    trainer = make_trainer(tiny_st(), shuffled, tmp_path, learning_rate=1e-6, warmup_steps=1)
+    options = {"learning_rate": 1e-6, "warmup_steps": 1, "per_device_train_batch_size": 24}
+    trainer = make_trainer(tiny_st(), shuffled, tmp_path, **options)
     RetrievalCallback(tiny_golden, every=2, verbose=True).attach(trainer)
     trainer.train()
     out = capsys.readouterr().out

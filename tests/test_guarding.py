@@ -100,7 +100,7 @@ def test_a_guard_is_frozen_and_needs_a_golden_set(general):
     with pytest.raises(DataError, match="golden must be a GoldenSet"):
         Guard("scifact")
     nothing = GoldenSet(general.queries, general.corpus, {q: {} for q in general.queries}, name="general")
-    with pytest.raises(DataError, match="no query"):
+    with pytest.raises(DataError, match="none of the 10 queries is answerable"):
         Guard(nothing)
 
 

@@ -21,7 +21,7 @@ from sentence_transformers import SentenceTransformer
 from training import Crash, crash, make_trainer, scripted
 from transformers import TrainerCallback
 
-from fullrank import load_golden
+from fullrank import GoldenSet, Guard, load_golden
 
 model_path, data, where, reports = sys.argv[1:]
 rank = int(os.environ["RANK"])
@@ -50,6 +50,12 @@ class InTheWay(TrainerCallback):
             (self.out / "fullrank" / "best" / f".step-2.{os.getpid()}.partial").write_text("in the way")
 
 
+def other(name):
+    "Other queries, and for a guard other documents: the texts backwards."
+    texts = {"x" + d: " ".join(reversed(t.split())) for d, t in zip(golden.doc_ids, golden.doc_texts)}
+    return GoldenSet({"y" + d: t[:20] for d, t in texts.items()}, texts, {"y" + d: {d: 1} for d in texts}, name=name)
+
+
 def train(what):
     out = Path(where) / ("resumed" if what in ("crash", "resume") else what)
     if what == "nodes":
@@ -72,7 +78,8 @@ def train(what):
             "nan on one": {4: float("nan")},
             "unlike": {2: 0.2, 4: 0.8},
         }.get(what, {})
-    callback = scripted(trainer, golden, scores, patience=2)
+    extra = {"guards": Guard(other("general")), "confirm": other("test")} if what == "plain" else {}
+    callback = scripted(trainer, golden, scores, patience=2, **extra)
     if what == "nodes":
         trainer.add_callback(Different())
     if what == "full disk":
@@ -93,6 +100,8 @@ def train(what):
         "improved": callback.improved,
         "best_result": callback.best_result and callback.best_result.metrics,
         "comparison": callback.comparison and [callback.comparison.delta, callback.comparison.p_value],
+        "confirmed": callback.ending.confirmed and callback.ending.confirmed.metrics,
+        "confirmation": callback.ending.confirmation and callback.ending.confirmation.delta,
         "logged": [row["step"] for row in state.log_history if "eval_recall@1" in row],
         "weights": digest.hexdigest(),
         "files": sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) if out.exists() else [],
@@ -158,6 +167,15 @@ def same_on_both(reports, what):
     first, second = (report[what] for report in reports[1])
     assert {k: v for k, v in first.items() if k != "files"} == {k: v for k, v in second.items() if k != "files"}
     return first
+
+
+def test_guards_and_the_second_set_are_measured_by_both_and_written_by_one(reports):
+    first = same_on_both(reports, "plain")
+    assert all("guard/general/ndcg@10" in metrics for metrics in first["metrics"])
+    assert first["confirmed"] is not None
+    assert first["confirmation"] is not None
+    written = [name for name in first["files"] if name.endswith(".json") and name.startswith("fullrank/")]
+    assert {"fullrank/confirm.json", "fullrank/confirm-base.json", "fullrank/guard-step-6.general.json"} <= set(written)
 
 
 @pytest.mark.parametrize("what", ["plain", "lora"])
