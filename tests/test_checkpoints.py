@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullrank.checkpoints import Evaluation, best_of, since_best, steps_to_keep
+from fullrank.checkpoints import NOT_ELIGIBLE, Evaluation, best_of, since_best, steps_to_keep
 
 BAD = [None, math.nan, math.inf, -math.inf]
 
@@ -200,3 +200,21 @@ def test_a_note_is_kept_where_there_is_one():
 def test_an_evaluation_is_frozen():
     with pytest.raises(FrozenInstanceError):
         Evaluation(0, 0.0, "ok").step = 1
+
+
+def test_an_evaluation_that_is_not_eligible_is_never_best_and_no_improvement():
+    lines = [
+        Evaluation(0, 0.0, "ok", 0.5),
+        Evaluation(2, 0.1, "ok", 0.9, note=NOT_ELIGIBLE),
+        Evaluation(4, 0.2, "ok", 0.4),
+        Evaluation(6, 0.3, "failed"),
+    ]
+    assert [line.eligible for line in lines] == [True, False, True, False]
+    assert best_of(lines).step == 0
+    assert since_best(lines) == 2
+    assert Evaluation(8, 0.4, "ok", 0.1, note="abandoned branch").eligible
+
+
+def test_note_and_findings_are_left_out_where_there_are_none():
+    assert not {"note", "findings"} & set(Evaluation(0, 0.0, "ok", 0.5).as_dict())
+    assert Evaluation(0, 0.0, "ok", 0.5, note="", findings=["a"]).as_dict()["findings"] == ["a"]

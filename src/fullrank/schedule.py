@@ -59,7 +59,7 @@ class Cost:
     """What the evaluations of a run cost.
 
     Attributes:
-        documents, distinct, queries: of all golden sets together; equal documents are encoded once.
+        documents, distinct, queries: of all golden sets and guards together; equal documents are encoded once.
         tokens: of the distinct documents and queries (characters where the model tokenises itself).
         seconds: of one evaluation.
         evaluations: in the whole run.

@@ -23,6 +23,7 @@ from fullrank.keeper import Keeper
 from fullrank.metrics import Metric, TieRule
 from fullrank.objective import Objective
 from fullrank.plan import EvaluationPlan
+from fullrank.ranks import current_ranks
 from fullrank.result import Finding, Result
 from fullrank.schedule import Cost
 from fullrank.scoring import Outcome, score_all
@@ -148,7 +149,8 @@ class Session:
                 seconds = perf_counter() - start
                 if n > SAMPLE_SIZES[0] and seconds >= SAMPLE_SECONDS:
                     break
-        return Cost(*sizes, seconds * sizes[-1] / max(1, tokens), evaluations)
+        seconds *= sizes[-1] / max(1, tokens) / current_ranks().size  # the processes share an evaluation
+        return Cost(*sizes, seconds, evaluations)
 
     def cost(self, evaluations: int) -> Cost | None:
         """Returns what the evaluations cost, from the time of the last that went well."""
@@ -156,10 +158,10 @@ class Session:
         return None if seconds is None else Cost(*self._sizes(), seconds, evaluations)
 
     def _sizes(self) -> tuple[int, int, int, int]:
-        """Returns documents, distinct texts, queries and tokens of all golden sets together."""
-        sizes = [plan.size() for plan in self.plans.values()]
-        documents, distinct, tokens = (sum(column) for column in zip(*sizes, strict=True))
-        return documents, distinct, sum(len(plan.golden.queries) for plan in self.plans.values()), tokens
+        """Returns documents, distinct texts, queries and tokens of all golden sets and guards together."""
+        plans = [*self.plans.values(), *self.watch.plans.values()]
+        documents, distinct, tokens = (sum(column) for column in zip(*(plan.size() for plan in plans), strict=True))
+        return documents, distinct, sum(len(plan.golden.queries) for plan in plans), tokens
 
     def evaluate(self, step: int, epoch: float) -> Moment:
         """Scores the model as it stands, notes it, and keeps its weights if they are among the best.
@@ -185,7 +187,9 @@ class Session:
             self.base_results = outcome.results
             self._confirm_base()
         wanted = of_the_writer(self.writes and self.keeper.store.wants(step, outcome.score or 0.0))
+        start = perf_counter()
         look = self.watch.look(self.model, step, wanted=wanted)
+        outcome = replace(outcome, seconds=outcome.seconds + perf_counter() - start)
         findings = (*self._collapse(step, outcome), *look.findings)
         self._note(outcome, step, epoch, findings, look)
         return Moment(outcome, look.eligible and self._keep(step, outcome), findings, look)
