@@ -70,8 +70,9 @@ def test_a_section_replaces_its_own_and_nothing_else(old):
     assert with_section(second + "\nmore\n", "three").endswith("<!-- fullrank: end -->\nmore\n")
 
 
-def test_the_stored_folder_has_a_card_with_results_of_its_own_step(tiny_st, tiny_golden, pairs, tmp_path):
-    trainer, callback = scripted_run(tiny_st, tiny_golden, pairs, tmp_path, SCORES)
+@pytest.mark.parametrize("keep_best", [1, 3])
+def test_the_stored_folder_has_a_card_with_results_of_its_own_step(tiny_st, tiny_golden, pairs, tmp_path, keep_best):
+    trainer, callback = scripted_run(tiny_st, tiny_golden, pairs, tmp_path, SCORES, keep_best=keep_best)
     text = (callback.best.path / "README.md").read_text()
     stored = Result.load(callback.best.path / "result.tiny.json")
     assert text.count("## Chosen by full-corpus retrieval") == 1

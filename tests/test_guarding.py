@@ -80,8 +80,8 @@ def test_names_in_the_log(general, base):
     ("options", "message"),
     [
         ({"metric": "ndgc@10"}, "did you mean 'ndcg@10'"),
-        ({"max_drop": -0.1}, r"max_drop=-0\.1 must be from 0 to below 1"),
-        ({"max_drop": 2.0}, r"max_drop=2\.0 must be from 0 to below 1; 0\.02 are two points"),
+        ({"max_drop": -0.1}, r"max_drop=-0\.1 must be at least 0 and below 1"),
+        ({"max_drop": 2.0}, r"max_drop=2\.0 must be at least 0 and below 1: 0\.02 allows a fall of 2 points"),
         ({"max_drop": float("nan")}, "max_drop=nan"),
         ({"max_drop": "x"}, "max_drop='x'"),
         ({"every_kth": 0}, "every_kth=0 must be a whole number from 1"),

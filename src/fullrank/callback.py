@@ -208,8 +208,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Evaluates the base model before the first step, and says beforehand what evaluations cost."""
         if state.global_step == 0:
             self._announcer.add_layout(self._names)
-            if self._announcer.speaks:
-                self._announcer.tell("info", cost_line(self._run.estimate(self._schedule.evaluations)))
+            self._say_cost()
             return self._evaluate(args, state, control)
         return control
 
@@ -304,6 +303,15 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self.options.patience and run.waited(min_delta=self.options.min_delta) >= self.options.patience:
             control.should_training_stop = True
         return control
+
+    def _say_cost(self) -> None:
+        if not self._announcer.speaks:
+            return
+        try:
+            cost = self._run.estimate(self._schedule.evaluations)
+        except Exception:  # the evaluation that follows raises it on every rank alike
+            return
+        self._announcer.tell("info", cost_line(cost))
 
     def _say_if_dear(self, step_seconds: float) -> None:
         """Says once, when the time of a step is known, what interval would make the evaluations affordable."""

@@ -81,6 +81,8 @@ def conclude(session: Session) -> Ending:
         of_the_writer(_passed_over(session)),
     )
     if session.writes:
+        stored = {name: read_result(best.path / result_name("result", name)) for name in session.plans}
+        session.keeper.describe(best.step, {name: result for name, result in stored.items() if result is not None})
         _finish_card(session, ending)
     return ending
 

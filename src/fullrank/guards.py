@@ -12,6 +12,7 @@ from fullrank._errors import DataError, SettingError, first_few
 from fullrank.checks import normalise
 from fullrank.comparison import Comparison, compare
 from fullrank.data import GoldenSet, refuse_other_than_golden
+from fullrank.gating import TOLERANCE, fell_beyond, refuse_no_margin
 from fullrank.metrics import Metric
 from fullrank.result import Finding, Result
 from fullrank.settings import refuse_no_count, refuse_unknown
@@ -28,8 +29,6 @@ __all__ = [
     "passed_over",
 ]
 
-ROUNDING = 1e-9
-"""A difference of exactly the limit passes, whatever the last bit of a subtraction says."""
 SAME_SET = 0.5
 """A second set that shares more than this of its queries with the one that chooses confirms nothing; a guard that
 shares more than this of its documents is no general set."""
@@ -77,7 +76,7 @@ def collapse_findings(
         rise = 0.0 if before is None or not math.isfinite(before) else alike - before
         # A base model that is above the limit itself collapses only where it rises further.
         high = alike >= limits.mean_cosine and (before is None or before < limits.mean_cosine)
-        if high or rise > limits.rise + ROUNDING:
+        if high or rise > limits.rise + TOLERANCE:
             since = "" if before is None else f", {before:.3f} at step 0"
             message = f"documents of {name!r} have a mean pairwise cosine of {alike:.3f}{since}"
             findings.append(Finding("collapse-cosine", "warning", message, remedy=remedy))
@@ -139,9 +138,9 @@ class Guard:
         refuse_other_than_golden(self.golden)
         self.golden.require_answerable()
         object.__setattr__(self, "metric", str(Metric.parse(self.metric)))
-        number = isinstance(self.max_drop, int | float) and not isinstance(self.max_drop, bool)
-        if not number or not 0 <= self.max_drop < 1:
-            raise SettingError(f"Guard: max_drop={self.max_drop!r} must be from 0 to below 1; 0.02 are two points")
+        if isinstance(self.max_drop, bool) or not isinstance(self.max_drop, int | float):
+            raise SettingError(f"max_drop={self.max_drop!r} must be a number: 0.02 allows a fall of 2 points")
+        refuse_no_margin(self.max_drop)
         refuse_no_count("every_kth", self.every_kth or 0, "a whole number from 1")
         refuse_unknown("on_breach", self.on_breach, get_args(OnBreach))
         if self.baseline is None:
@@ -192,8 +191,8 @@ class Breach:
 
 def breach_of(guard: Guard, base: Result, now: Result, *, step: int) -> Breach | None:
     """Returns the breach where ``now`` lies more than ``max_drop`` below ``base``, else None."""
-    drop = base[guard.metric] - now[guard.metric]
-    return Breach(step, guard, compare(base, now, guard.metric)) if drop > guard.max_drop + ROUNDING else None
+    fell = fell_beyond(now[guard.metric] - base[guard.metric], guard.max_drop)
+    return Breach(step, guard, compare(base, now, guard.metric)) if fell else None
 
 
 def passed_over(breach: Breach, *, score: float, metric: str, best: int | None) -> str:
