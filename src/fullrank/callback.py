@@ -265,11 +265,11 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         state.best_metric = None if best is None else best.score
         state.best_global_step = None if best is None else best.step
         state.best_model_checkpoint = None if best is None else str(best.path)
-        self._tell_the_end(ending)
         if ending.confirmed is not None:
             values = {f"eval_confirm_{name}": float(value) for name, value in ending.confirmed.metrics.items()}
             self.link.log(values, state, control, folder=self._run.folder, writes=self._run.writes)
             self.link.close()
+        self._tell_the_end(ending)
 
     # ------------------------------------------------------------------ what they share
 
