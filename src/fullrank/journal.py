@@ -17,8 +17,7 @@ from fullrank._files import write_atomically
 from fullrank.checkpoints import Evaluation, Status
 from fullrank.result import Result
 
-__all__ = ["ABANDONED", "Journal", "move_aside", "read_history", "result_name"]
-__all__ = ["Journal", "move_aside", "read_result", "result_name"]
+__all__ = ["ABANDONED", "Journal", "move_aside", "read_history", "read_result", "result_name"]
 
 logger = logging.getLogger(__name__)
 
