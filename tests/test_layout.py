@@ -60,6 +60,7 @@ BELOW_TORCH = [
     "search",
     "isolate",
     "tokens",
+    "wrappers",
     "encode",
     "texts",
     "outcome",

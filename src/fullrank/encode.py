@@ -18,16 +18,23 @@ from fullrank._errors import EvaluationError, SettingError
 from fullrank.models import is_sharded
 from fullrank.search import Similarity
 from fullrank.tokens import Features, Tokenised, encode_tokens
+from fullrank.wrappers import (
+    Side,
+    declared_prompt,
+    encodes_as_published,
+    is_sentence_transformer,
+    plain_forward,
+    plain_instance,
+    unwrap,
+)
 
-__all__ = ["Backbone", "Encoder", "Pooling", "Precision", "Side", "as_encoder", "at_precision", "unwrap"]
+__all__ = ["Backbone", "Encoder", "Pooling", "Precision", "as_encoder", "at_precision"]
 
 logger = logging.getLogger(__name__)
 
-Side = Literal["query", "document"]
 Pooling = Literal["mean", "cls", "last"]
 Precision = Literal["fp32", "bf16", "fp16"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_PROMPT_NAMES: dict[Side, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
 _PROBE = [
     "A short Text",
     "another one, somewhat longer: with punctuation, numbers (42) and ünïcode",
@@ -96,7 +103,7 @@ class Backbone:
         return Tokenised(self.tokenizer, self._pooled, lambda: next(self.model.parameters()).device, self.max_length)
 
     def _pooled(self, features: Features) -> Tensor:
-        output = _plain_forward(self.model)(**features)
+        output = plain_forward(self.model)(**features)
         hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
         return pool(hidden, features["attention_mask"], self.pooling)
 
@@ -132,7 +139,7 @@ class SentenceTransformerEncoder:
             first = model[0]
             plain = (
                 self.fast
-                and _encodes_as_published(model)
+                and encodes_as_published(model)
                 and type(first).__name__ == "Transformer"
                 and set(first.modality_config) == {"text"}
                 and not any((first.processing_kwargs or {}).values())
@@ -159,14 +166,14 @@ class SentenceTransformerEncoder:
     def whole(self, texts: list[str], side: Side) -> Tensor:
         """Returns the embeddings of the model's own ``encode_query`` or ``encode_document``."""
         encode = self.model.encode_query if side == "query" else self.model.encode_document
-        with _plain_instance(self.model):
+        with plain_instance(self.model):
             return _checked_embeddings(
                 encode(texts, prompt=self.prompt(side), convert_to_tensor=True, show_progress_bar=False), len(texts)
             )
 
     def _embedding(self, features: Features) -> Tensor:
         if is_sharded(self.model):  # only the hooks of `__call__` bring its weights together
-            with _plain_instance(self.model):
+            with plain_instance(self.model):
                 output: Tensor = self.model(features)["sentence_embedding"]
         else:
             output = type(self.model).forward(self.model, features)["sentence_embedding"]
@@ -203,7 +210,7 @@ class AnyEncoder:
             method = self.model.encode_queries if side == "query" else self.model.encode_documents
         else:
             method = self.model.encode
-        with _plain_instance(self.model):
+        with plain_instance(self.model):
             return _checked_embeddings(method(texts), len(texts))
 
 
@@ -242,12 +249,12 @@ def as_encoder(
             similarity=_checked_similarity(similarity or inner.similarity),
         )
     # An `Encoder` has a method for each side and puts its own prompts in front there.
-    own_prompts = isinstance(inner, Encoder) and not _is_sentence_transformer(inner)
+    own_prompts = isinstance(inner, Encoder) and not is_sentence_transformer(inner)
     prompts: dict[Side, str] = {
         side: value if value is not None else "" if own_prompts else declared_prompt(inner, side)
         for side, value in given.items()
     }
-    if _is_sentence_transformer(inner):
+    if is_sentence_transformer(inner):
         own = similarity or getattr(inner, "similarity_fn_name", "cosine")
         return SentenceTransformerEncoder(inner, _checked_similarity(own), prompts, fast)
     if isinstance(inner, AnyEncoder | SentenceTransformerEncoder):
@@ -263,28 +270,6 @@ def as_encoder(
         "with encode_queries(list) and encode_documents(list). For a Hugging Face backbone pass "
         "Backbone(model, tokenizer, pooling='mean')"
     )
-
-
-def unwrap(model: object) -> Any:
-    """Returns the model inside DDP, ``torch.compile`` and a ``PeftModel`` around a SentenceTransformer."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "get_base_model") and _is_sentence_transformer(model.get_base_model()):
-            return model.get_base_model()
-        else:
-            return model
-
-
-def declared_prompt(model: object, side: Side) -> str:
-    """Returns the prompt that a model declares for a side: by the first of the usual names, else its default."""
-    prompts = getattr(model, "prompts", None)
-    if not isinstance(prompts, Mapping):
-        return ""
-    names = (*_PROMPT_NAMES[side], getattr(model, "default_prompt_name", None))
-    return next((str(prompts[name] or "") for name in names if name in prompts), "")
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -319,27 +304,6 @@ def _encode_side(encoder: Adapter, texts: list[str], side: Side) -> Tensor:
         return encode_tokens(how, store, np.arange(len(texts)))
 
 
-def _plain_forward(module: nn.Module) -> Any:
-    # accelerate puts an autocast around `forward` on the instance, which an outer autocast(enabled=False) does not
-    # undo; it keeps the method it replaced as `_original_forward`.
-    return vars(module).get("_original_forward", module)
-
-
-@contextmanager
-def _plain_instance(model: object) -> Iterator[None]:
-    """Takes accelerate's autocast off an instance for the time of the body."""
-    attributes = vars(model) if isinstance(model, nn.Module) else {}
-    patched = attributes.get("forward") if "_original_forward" in attributes else None
-    if patched is None:
-        yield
-        return
-    attributes["forward"] = attributes["_original_forward"]
-    try:
-        yield
-    finally:
-        attributes["forward"] = patched
-
-
 def _checked_embeddings(raw: object, n: int) -> Tensor:
     """Returns ``raw`` (tensor, array, or list of either) as a tensor [n, d]."""
     if isinstance(raw, Tensor):
@@ -359,18 +323,6 @@ def _checked_embeddings(raw: object, n: int) -> Tensor:
     if not out.is_floating_point():
         out = out.to(torch.float32)
     return out.detach()
-
-
-def _encodes_as_published(model: object) -> bool:
-    """Returns whether the ways to embeddings are sentence-transformers' own, not those of a subclass or an instance."""
-    ways = ("encode", "encode_query", "encode_document", "preprocess", "forward")
-    published = all(getattr(type(model), way).__module__.startswith("sentence_transformers.") for way in ways)
-    # accelerate puts its autocast on the instance's `forward`; the class's own is then called instead.
-    return published and not any(way in vars(model) for way in ways[:-1])
-
-
-def _is_sentence_transformer(model: object) -> bool:
-    return any(base.__name__ == "SentenceTransformer" for base in type(model).__mro__)
 
 
 def _checked_similarity(name: object) -> Similarity:

@@ -20,7 +20,7 @@ from fullrank.anytime import Anytime, Documents, extend_until, values_to_beat
 from fullrank.clock import Clock
 from fullrank.competitors import hard_first, pool_positions
 from fullrank.data import GoldenSet, refuse_other_than_golden
-from fullrank.encode import Adapter, Precision, Side, at_precision, declared_prompt
+from fullrank.encode import Adapter, Precision, at_precision
 from fullrank.isolate import undisturbed
 from fullrank.measure import Measurement
 from fullrank.metrics import Metric, TieRule
@@ -31,6 +31,7 @@ from fullrank.result import Finding, Result
 from fullrank.settings import DEFAULT_METRICS, parsed, refuse_no_count
 from fullrank.texts import TextSide
 from fullrank.tokens import OnBatch
+from fullrank.wrappers import Side, declared_prompt
 
 __all__ = ["EvaluationPlan", "Progress"]
 

@@ -8,10 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullrank.encode import Adapter, Backbone, Side
+from fullrank.encode import Adapter, Backbone
 from fullrank.models import is_sharded
 from fullrank.ranks import Ranks
 from fullrank.tokens import OnBatch, TokenStore, default_batch_tokens, encode_tokens, token_batches
+from fullrank.wrappers import Side
 
 __all__ = ["TextSide"]
 
