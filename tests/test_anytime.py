@@ -132,6 +132,23 @@ def test_a_text_brings_its_copies_along():
     assert session.n_seen == len(documents)
 
 
+def test_copies_of_a_text_are_never_cut_into_two_blocks(monkeypatch):
+    monkeypatch.setattr("fullrank.anytime.BLOCK", 2)
+    golden = golden_of(12, {"q0": {"d0": 1}})
+    same_text = np.array([0, 1, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 6])
+    blocks = []
+
+    def rows(block):
+        blocks.append(set(block.tolist()))
+        return block, torch.from_numpy(np.eye(13, dtype=np.float32)[same_text[block]])
+
+    settings_ = Settings([Metric.parse("recall@1")], "expected", "dot", None, False, "raise")
+    measurement = Measurement(golden, settings_, torch.ones(1, 13), Clock())
+    session = Anytime({None: measurement}, Documents(rows, np.arange(13), same_text), lambda m: m.result({}))
+    session.extend(session.remaining)
+    assert sorted(map(sorted, blocks)) == [[0], [1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11], [12]]
+
+
 def far_world(n=3_000):
     """One query that stands at rank 3 of ``n`` + 1: d8 and d9 are nearer than its answer."""
     golden = golden_of(n, {"q": {"d5": 1}})

@@ -604,3 +604,26 @@ def test_a_floor_that_stands_on_long_documents_may_be_too_high(monkeypatch):
     )
     for size in (5, 30, 90):
         assert_same(search_for(queries, documents, [(0, 3), (0, 50)], similarity="dot", k=5, sizes=size), expected)
+
+
+def test_pairs_that_only_the_canonical_score_can_order_do_not_pile_up(monkeypatch):
+    # A collapsed model makes every document one: they are decided as they come, not at the end of a block.
+    monkeypatch.setattr(search, "DOCUMENT_TILE", 32)
+    monkeypatch.setattr(search, "MAX_WAITING", 50)
+    q = prepare(torch.ones(2, 4), "dot")
+    d = prepare(torch.ones(320, 4), "dot")
+    pairs = TargetPairs(torch.tensor([0, 1]), torch.tensor([3, 5]))
+    waiting = []
+    decide = search.Pass._decide
+
+    def watched(self, positions, block):
+        waiting.append((self.n_undecided, sum(shortlist.n for _, shortlist in self.shortlists)))
+        decide(self, positions, block)
+
+    monkeypatch.setattr(search.Pass, "_decide", watched)
+    found = rank(q, pairs, d[pairs.doc], [(torch.arange(320), d)], similarity="dot", k=4)
+    assert found.better.tolist() == [0, 0]
+    assert found.tied.tolist() == [320, 320]
+    assert found.top_docs.tolist() == [[0, 1, 2, 3]] * 2
+    assert max(undecided for undecided, _ in waiting) <= 50 + 2 * 32
+    assert len(waiting) >= 5
