@@ -40,6 +40,7 @@ bench: install
 	$(BIN)/python scripts/bench_growth.py
 	$(BIN)/python scripts/bench_evaluate.py
 	$(BIN)/python scripts/bench_run.py
+	$(BIN)/python scripts/bench_select.py
 	$(BIN)/python scripts/bench_device.py
 
 clean:

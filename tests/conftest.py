@@ -185,3 +185,81 @@ def run_main(here, monkeypatch, capsys):
         return code, printed.out, printed.err
 
     return call
+
+
+@pytest.fixture(scope="session")
+def make_golden():
+    """Factory: ``make_golden(seed, name=...)`` is a golden set of vocabulary words with an answer a query."""
+
+    def make(seed, *, name, n_documents=200, n_queries=40):
+        rng = random.Random(seed)
+        corpus = {f"{name}{i}": sentence(rng, 4, 20) for i in range(n_documents)}
+        queries, qrels = {}, {}
+        for i, doc_id in enumerate(rng.sample(sorted(corpus), n_queries)):
+            words = corpus[doc_id].split()
+            queries[f"{name}-q{i}"] = " ".join(rng.sample(words, max(2, len(words) * 2 // 3)))
+            qrels[f"{name}-q{i}"] = {doc_id: 1}
+        return GoldenSet(queries, corpus, qrels, name=name)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_base_path(tmp_path_factory, tiny_bert_path) -> Path:
+    """Folder of a SentenceTransformer with the tiny BERT and mean pooling."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    modules = [Transformer(str(tiny_bert_path)), Pooling(32, pooling_mode="mean")]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_runs(tmp_path_factory, tiny_base_path, make_golden) -> dict[str, Path]:
+    """Runs of the tiny base with checkpoints at 4, 8, ... 20: ``full`` weights, LoRA inside (``peft``) and ``around``.
+
+    Trained on the pairs of ``make_golden(3, name="dev")`` itself, as the tiny model learns little else. Copy a run
+    before changing it.
+    """
+    peft = pytest.importorskip("peft")
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    golden, runs = make_golden(3, name="dev"), {}
+    pairs = {
+        "anchor": golden.query_texts,
+        "positive": [golden.corpus[next(iter(golden.qrels[qid]))] for qid in golden.query_ids],
+    }
+    lora = {"r": 4, "lora_alpha": 16, "target_modules": ["query", "value"]}
+    for how in ("full", "peft", "around"):
+        model = inner = SentenceTransformer(str(tiny_base_path), device="cpu")
+        if how == "peft":
+            model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**lora))
+        if how == "around":
+            model = peft.get_peft_model(model, peft.LoraConfig(**lora))
+        runs[how] = tmp_path_factory.mktemp("runs") / how
+        SentenceTransformerTrainer(
+            model=model,
+            args=SentenceTransformerTrainingArguments(
+                output_dir=str(runs[how]),
+                max_steps=20,
+                per_device_train_batch_size=20,
+                learning_rate=5e-3 if how == "full" else 2e-2,
+                save_strategy="steps",
+                save_steps=4,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                seed=3,
+            ),
+            train_dataset=Dataset.from_dict(pairs),
+            loss=MultipleNegativesRankingLoss(inner),
+        ).train()
+    return runs

@@ -49,6 +49,12 @@ ABOVE_TORCH = [
     "pagerows",
     "pagedata",
     "page",
+    "discover",
+    "selecting",
+    "selection",
+    "leaderboard",
+    "keeping",
+    "watching",
     "codesearch",
 ]
 BELOW_TORCH = [
@@ -82,6 +88,12 @@ BELOW_TORCH = [
     "beginning",
     "ending",
     "callback",
+    "candidates",
+    "averaging",
+    "contest",
+    "select",
+    "handing",
+    "watch",
     "demo",
     "doors",
     "cli_benchmarks",
@@ -89,6 +101,7 @@ BELOW_TORCH = [
     "cli_results",
     "cli_golden",
     "cli_report",
+    "cli_choose",
     "cli",
     "__main__",
 ]

@@ -35,6 +35,8 @@ _HOME = {
     "Guard": "guards",
     "RetrievalCallback": "callback",
     "write_report": "page",
+    "Selection": "selection",
+    "select_checkpoint": "select",
 }
 __all__ = [*sorted(_HOME), "__version__"]
 
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from fullrank.result import Finding as Finding
     from fullrank.result import Result as Result
     from fullrank.run import evaluate_run as evaluate_run
+    from fullrank.select import select_checkpoint as select_checkpoint
+    from fullrank.selection import Selection as Selection
     from fullrank.store import BestStore as BestStore
 
 

@@ -9,7 +9,7 @@ import traceback
 
 import typer
 
-from fullrank import cli_golden, cli_measure, cli_report, cli_results  # noqa: F401  # each registers its doors
+from fullrank import cli_choose, cli_golden, cli_measure, cli_report, cli_results  # noqa: F401  # each registers its doors
 from fullrank._errors import FullrankError
 from fullrank.doors import app
 

@@ -1,0 +1,199 @@
+"""Doors to what chooses among checkpoints: `select`, `watch`."""
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fullrank._errors import SettingError
+from fullrank.checkpoints import best_of
+from fullrank.data import GoldenSet
+from fullrank.doors import Data, Split, app, progress_bars, quiet_loading, refuse_unwritable
+from fullrank.guards import Guard
+from fullrank.keeping import decide, delete, keepsakes
+from fullrank.leaderboard import choice_text, leaderboard_table, watch_line
+from fullrank.loaders import load_golden
+from fullrank.report import say
+from fullrank.selection import Selection
+
+__all__ = ["select", "watch"]
+
+RunDir = Annotated[
+    Path, typer.Argument(help="Folder of the run: checkpoint-N, fullrank/best, model folders, adapters.")
+]
+MetricOption = Annotated[
+    list[str] | None,
+    typer.Option("--metric", help="What chooses, for example recall@1; several as recall@1=0.7 and ndcg@10=0.3."),
+]
+Base = Annotated[str | None, typer.Option(help="The base model, by path or hub id; default: what the adapters name.")]
+Precision = Annotated[str | None, typer.Option(help="fp32 (default), bf16 or fp16.")]
+
+
+@app.command()
+def select(
+    run_dir: RunDir,
+    data: Data,
+    split: Split = "test",
+    metric: MetricOption = None,
+    base: Base = None,
+    rule: Annotated[str, typer.Option(help="max, or one-se: the earliest within one standard error.")] = "max",
+    confirm: Annotated[str | None, typer.Option(help="Split whose queries take no part in the choice.")] = None,
+    guard: Annotated[list[str] | None, typer.Option(help="Set that must not be lost: DATA:ndcg@10:0.02.")] = None,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Evaluate every candidate in full.")] = False,
+    tied: Annotated[bool, typer.Option("--tied", help="Name what cannot be told apart from the best.")] = False,
+    soup: Annotated[bool, typer.Option("--soup", help="Add the mean of what is tied as one more candidate.")] = False,
+    copy_to: Annotated[Path | None, typer.Option(help="Write the choice there, ready to load.")] = None,
+    keep_best: Annotated[int | None, typer.Option(help="Checkpoints to keep by score; prints which could go.")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Checkpoints to keep by step; prints which could go.")] = None,
+    delete_rest: Annotated[bool, typer.Option("--delete", help="Delete the others.")] = False,
+    precision: Precision = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the selection as JSON.")] = False,
+) -> None:
+    """Rank the checkpoints that a run left behind. Exit code 1 if nothing beats the base model.
+
+    Example: fullrank select runs/demo --data beir/scifact --split dev
+    """
+    keeps = keep_best is not None or keep_last is not None
+    if delete_rest and not keeps:
+        raise SettingError("--delete needs --keep-best or --keep-last, which say what stays")
+    if copy_to is not None:
+        _refuse_taken(copy_to)
+    golden, guards = load_golden(data, split), [_guard(text) for text in guard or ()]
+    with progress_bars() as progress, quiet_loading():
+        from fullrank.select import select_checkpoint
+
+        selection = select_checkpoint(
+            run_dir,
+            golden,
+            metric=_objective(metric or ["recall@1"]),
+            base=base,
+            rule=rule,  # type: ignore[arg-type]  # checked there, as is the precision
+            confirm=None if confirm is None else load_golden(data, confirm),
+            guards=guards,
+            exhaustive=exhaustive,
+            tied=tied,
+            soup=soup,
+            keep_best=keep_best or 1,
+            precision=precision,  # type: ignore[arg-type]
+            progress=progress,
+        )
+        if copy_to is not None and selection.winner is not None:
+            from fullrank.handing import hand_over
+
+            hand_over(selection, copy_to, base=base)
+    stays = decide(keepsakes(run_dir, selection), keep_best=keep_best or 1, keep_last=keep_last or 1) if keeps else {}
+    gone = [name for name, why in stays.items() if not why]
+    if as_json:
+        say(json.dumps({**selection.as_dict(), "may_go": gone, "deleted": gone if delete_rest else []}))
+    else:
+        _say(selection, golden, copy_to)
+        if keeps:
+            _say_keeping(stays, delete_rest)
+    if delete_rest:
+        delete(run_dir, gone, selection)
+    raise typer.Exit(0 if selection.improved else 1)
+
+
+@app.command()
+def watch(
+    run_dir: RunDir,
+    data: Data,
+    split: Split = "test",
+    metric: MetricOption = None,
+    base: Base = None,
+    until: Annotated[int | None, typer.Option(help="End once this step is evaluated.")] = None,
+    idle_exit: Annotated[float | None, typer.Option(help="End after so many minutes without news.")] = None,
+    quiet: Annotated[float, typer.Option(help="Seconds for which a checkpoint must not have changed.")] = 10.0,
+    poll: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
+    precision: Precision = None,
+) -> None:
+    """Evaluate the checkpoints of a training run elsewhere as it writes them, and keep the best up to date.
+
+    Exit code 1 if nothing beat the base model. SIGTERM and Ctrl-C stop it at any time; started again it goes on.
+
+    Example: fullrank watch runs/train --data beir/scifact --split dev --idle-exit 60
+    """
+    golden = load_golden(data, split)
+    signal.signal(signal.SIGTERM, _interrupt)
+    chooses = _objective(metric or ["recall@1"])
+    label = chooses if isinstance(chooses, str) else "objective"
+    with quiet_loading():
+        from fullrank.watch import WATCH
+        from fullrank.watch import watch as watch_run
+
+        try:
+            lines = watch_run(
+                run_dir,
+                golden,
+                metric=chooses,
+                base=base,
+                until=until,
+                idle_exit=idle_exit,
+                quiet=quiet,
+                poll=poll,
+                precision=precision,  # type: ignore[arg-type]  # checked there
+                on_line=lambda line, best: say(watch_line(line, best, label)),
+            )
+        except KeyboardInterrupt:
+            say(f"Stopped. What is finished is in {run_dir / WATCH}; start again to go on.")
+            raise typer.Exit(0) from None
+    best = best_of(lines)
+    if best is not None:
+        say(f"Best: step {best.step} with {label} {best.score:.4f}; {run_dir / WATCH / 'best'}")
+    raise typer.Exit(0 if best is not None and best.step != 0 else 1)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(selection: Selection, golden: GoldenSet, copy_to: Path | None) -> None:
+    n = golden.n_answerable
+    say(leaderboard_table(selection, title=f"{golden.name}: {n:,} queries, {len(golden.corpus):,} documents"))
+    say(choice_text(selection))
+    say(f"Journal: {selection.journal}" + (f"; model in {copy_to}" if copy_to and selection.winner else ""))
+
+
+def _say_keeping(stays: dict[str, str], delete_rest: bool) -> None:
+    for name, why in stays.items():
+        say(f"stays: {name} ({why})" if why else f"{'deleted' if delete_rest else 'would be deleted'}: {name}")
+    if not delete_rest:
+        say("Nothing was deleted; add --delete to do it.")
+
+
+def _objective(texts: Sequence[str]) -> str | dict[str, float]:
+    """Returns what --metric names: one metric, or weights of several."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return texts[0]
+    weights = {}
+    for text in texts:
+        name, _, weight = text.partition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            raise SettingError(
+                f"--metric {text!r}: several metrics need weights, for example --metric recall@1=0.7 --metric "
+                "ndcg@10=0.3"
+            ) from None
+    return weights
+
+
+def _guard(text: str) -> Guard:
+    """Returns the guard that DATA[:METRIC[:DROP]] names; DATA may hold colons itself."""
+    parts = text.rsplit(":", 2)
+    if len(parts) != 3 or not all(parts):
+        raise SettingError(f"--guard {text!r} must be DATA:METRIC:MAX_DROP, for example beir/nq:ndcg@10:0.02")
+    try:
+        drop = float(parts[2])
+    except ValueError:
+        raise SettingError(f"--guard {text!r}: {parts[2]!r} is no number; 0.02 is two points") from None
+    return Guard(load_golden(parts[0]), parts[1], drop)
+
+
+def _refuse_taken(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SettingError(f"--copy-to {folder}: exists already; name a new or empty folder")
+    refuse_unwritable(folder / "README.md")

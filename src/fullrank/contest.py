@@ -1,0 +1,353 @@
+"""A candidate in the race of a selection: its weights in memory when they are needed, its rankings, what failed.
+
+Promise: a candidate that raises has failed and the others go on; what a journal knows of the same weights, data and
+settings is not computed again; a guard is judged on complete evaluations, and by bounds only where they refuse.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullrank._errors import DataError, EvaluationError
+from fullrank.candidates import Loader
+from fullrank.data import GoldenSet
+from fullrank.discover import Candidate, fingerprint
+from fullrank.encode import Adapter, Precision
+from fullrank.gating import fell_beyond
+from fullrank.guards import Guard
+from fullrank.metrics import Metric, TieRule
+from fullrank.objective import Objective
+from fullrank.plan import EvaluationPlan
+from fullrank.result import Result
+from fullrank.selecting import Values, competitors_first, objective_values
+from fullrank.selection import Entry, SelectionJournal
+
+__all__ = ["Contestant", "Ring", "guard_name"]
+
+logger = logging.getLogger(__name__)
+
+LIST_LENGTH = 100
+"""Documents that rankings of finished candidates list for each query: what is ranked first for the others."""
+SMALLEST_BLOCK, SHARE_OF_CORPUS = 32, {"adapter": 0.01, "model": 0.02}
+"""Of documents that a candidate is extended by. Putting back all weights costs more than an adapter, so its blocks are
+larger."""
+FLUSH_SECONDS = 5.0
+
+
+@dataclass
+class Ring:
+    """What the candidates of a selection share.
+
+    Attributes:
+        loader: puts weights into memory.
+        golden: golden sets by name.
+        objective: what chooses.
+        metrics: to compute.
+        ties, precision, batch_tokens: see `fullrank.evaluate`.
+        guards: what candidates must not lose.
+        journal: of the selection.
+        remember_bounds: whether a bound in the journal is enough to leave a candidate alone; not for rules that look at
+            single queries.
+        progress: called with the documents encoded so far.
+        guarded: the base's score on each guard, once it is known.
+    """
+
+    loader: Loader
+    golden: dict[str, GoldenSet]
+    objective: Objective
+    metrics: Sequence[Metric]
+    ties: TieRule
+    precision: Precision | None
+    batch_tokens: int | None
+    guards: Sequence[Guard]
+    journal: SelectionJournal
+    remember_bounds: bool
+    progress: Callable[[], None]
+    guarded: list[float] = field(default_factory=list)
+    _plans: dict[tuple[str, str], EvaluationPlan] = field(default_factory=dict)
+    _finished: dict[str, list[Result]] = field(default_factory=dict)
+    _orders: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    _flushed: float = 0.0
+
+    def session(self, key: str, encoder: Adapter, name: str, golden: GoldenSet) -> Any:
+        """Returns a new bounded evaluation of the weights that are in memory now."""
+        plan = self._plans.setdefault((key, name), EvaluationPlan(encoder, golden, self.batch_tokens))
+        guards = [Metric.parse(g.metric) for i, g in enumerate(self.guards) if guard_name(i) == name]
+        return plan.anytime(
+            metrics=guards or self.metrics, ties=self.ties, precision=self.precision, list_length=LIST_LENGTH
+        )
+
+    def learn(self, name: str, result: Result) -> None:
+        """Takes the ranking of a finished candidate into the order in which the others are ranked."""
+        self._finished.setdefault(name, []).append(result)
+        self._orders.pop(name, None)
+
+    def order(self, name: str, golden: GoldenSet) -> NDArray[np.int64]:
+        """Returns all document positions of a set, the hardest competitors first."""
+        if name not in self._orders:
+            self._orders[name] = competitors_first(self._finished.get(name, []), golden.doc_ids)
+        return self._orders[name]
+
+    def flush(self, *, now: bool = False) -> None:
+        """Writes the journal, not more often than every few seconds unless ``now``."""
+        if now or time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.journal.write()
+            self._flushed = time.monotonic()
+
+
+class Contestant:
+    """A `Contender` with real weights.
+
+    Args:
+        order: place by rising step.
+        candidate: the folder.
+        ring: what all share.
+        like: the candidate in whose shape such a base is loaded.
+        is_base: whether this is the base model.
+        source: path or hub id of a base model that is no folder of the run.
+    """
+
+    def __init__(
+        self,
+        order: int,
+        candidate: Candidate,
+        ring: Ring,
+        *,
+        is_base: bool = False,
+        source: str | None = None,
+        like: Candidate | None = None,
+    ) -> None:
+        self.order, self.candidate, self.ring = order, candidate, ring
+        self.is_base, self.source, self._like = is_base, source, like
+        self.error = candidate.problem or ""
+        self.results: dict[str, Result] = {}
+        self.entry = Entry("")
+        self._sessions: dict[str, Any] = {}
+        self._means: dict[str, dict[str, float]] = {}
+        self._seen: dict[str, int] = {}
+        self._remember()
+
+    # ------------------------------------------------------------------ what the race asks
+
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot be evaluated."""
+        return bool(self.error)
+
+    @property
+    def eligible(self) -> bool:
+        """False where a guard, or embeddings that are not finite, refuse it."""
+        return not self.entry.refused
+
+    @property
+    def bound(self) -> float:
+        """Value of the objective over what was ranked so far."""
+        if self._has_objective:
+            terms = self.ring.objective.terms
+            return sum(weight * self._means[name][str(metric)] for name, metric, weight in terms)
+        return math.inf if self.entry.bound is None else self.entry.bound
+
+    @property
+    def scored(self) -> bool:
+        """Whether the whole corpus was ranked for the objective."""
+        return self.ring.golden.keys() <= self.results.keys()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the objective and all guards are known."""
+        return self.scored and (not self.eligible or all(self._guard_done(i) for i in range(len(self.ring.guards))))
+
+    @property
+    def coverage(self) -> float:
+        """Share of the corpora of the objective that was ranked."""
+        total = sum(len(g.corpus) for g in self.ring.golden.values())
+        if self._has_objective:
+            return sum(self._n_seen(name, golden) for name, golden in self.ring.golden.items()) / total
+        return min(1.0, self.entry.n_encoded / total)
+
+    def values(self) -> Values:
+        """Returns what each query contributes to the bound."""
+        results = {n: self.results[n] if n in self.results else self._sessions[n].result() for n in self.ring.golden}
+        return objective_values(self.ring.objective, results)
+
+    def open(self) -> None:
+        """Ranks the relevant documents, where the journal does not know a bound."""
+        if self.failed or self._has_objective or (self.entry.bound is not None and self.ring.remember_bounds):
+            return
+
+        def first_bounds() -> None:
+            for name, golden in self.ring.golden.items():
+                self._open(name, golden)
+
+        self._guarded(first_bounds)
+
+    def extend(self) -> None:
+        """Ranks one more block: of the objective's sets, then of the guards'."""
+        self._guarded(lambda: self._go_on(whole=False))
+
+    def finish(self) -> None:
+        """Ranks all that is left."""
+
+        def all_of_it() -> None:
+            while not self.complete and self.eligible:
+                self._go_on(whole=True)
+
+        self._guarded(all_of_it)
+
+    def measure_guards(self) -> list[float]:
+        """Returns the scores on the guards' sets, evaluated in full: the base's, with which the others are compared."""
+
+        def measure() -> None:
+            for i, guard in enumerate(self.ring.guards):
+                if not self._guard_done(i):
+                    self._extend(guard_name(i), guard.golden, whole=True)
+
+        self._guarded(measure)
+        if self.failed:
+            raise EvaluationError(f"the base model gave no score for the guards: {self.error}")
+        return [self.results[guard_name(i)][g.metric] for i, g in enumerate(self.ring.guards)]
+
+    def encoder(self) -> Adapter:
+        """Returns what encodes with these weights, which are in memory from now on."""
+        return self._load()[1]
+
+    @property
+    def documents_per_second(self) -> float | None:
+        """Of encoding, over all that was done for it."""
+        return self.entry.n_encoded / self.entry.seconds if self.entry.seconds else None
+
+    # ------------------------------------------------------------------ work
+
+    @property
+    def _has_objective(self) -> bool:
+        return self.ring.golden.keys() <= self._means.keys()
+
+    def _guard_done(self, i: int) -> bool:
+        return guard_name(i) in self.results
+
+    def _n_seen(self, name: str, golden: GoldenSet) -> int:
+        return len(golden.corpus) if name in self.results else self._seen.get(name, 0)
+
+    def _load(self) -> tuple[str, Adapter]:
+        if self.source is not None:
+            return self.ring.loader.load_base(self.source, self._like)
+        if not self.candidate.path.is_dir():
+            raise DataError(f"{self.candidate.path} has vanished")
+        return self.ring.loader.load(self.candidate)
+
+    def _go_on(self, *, whole: bool) -> None:
+        if not self.scored:
+            for name, golden in self.ring.golden.items():
+                if name not in self.results:
+                    self._extend(name, golden, whole=whole)
+            return
+        for i, guard in enumerate(self.ring.guards):
+            if not self._guard_done(i):
+                self._extend(guard_name(i), guard.golden, whole=whole)
+                self._judge(i)
+                return
+
+    def _open(self, name: str, golden: GoldenSet) -> None:
+        key, encoder = self._load()
+        start = time.perf_counter()
+        self._sessions[name] = self.ring.session(key, encoder, name, golden)
+        self._note(name, start)
+
+    def _extend(self, name: str, golden: GoldenSet, *, whole: bool) -> None:
+        if name not in self._sessions:
+            self._open(name, golden)
+        session = self._sessions[name]
+        order = self.ring.order(name, golden)
+        left = order[np.isin(order, session.remaining)]
+        n = len(golden.corpus)
+        block = n if whole else max(SMALLEST_BLOCK, round(n * SHARE_OF_CORPUS[self.candidate.kind]))
+        self._load()
+        start = time.perf_counter()
+        if len(left):
+            session.extend(left[:block])
+        self._note(name, start)
+
+    def _note(self, name: str, start: float) -> None:
+        session = self._sessions[name]
+        # Results are made where they are complete or asked for: the lists in them cost more than a block's bound.
+        self._means[name] = session.means()
+        complete = not len(session.remaining)
+        entry = self.entry
+        entry.n_encoded += session.n_seen - self._seen.get(name, 0)
+        entry.seconds += time.perf_counter() - start
+        self._seen[name] = session.n_seen
+        entry.bound = self.bound if math.isfinite(self.bound) else None
+        if complete:
+            result = self.results[name] = session.result()
+            self._means[name] = result.metrics
+            del self._sessions[name]
+            entry.results[name] = file = f"{quote(self.candidate.name, safe='')}.{quote(name, safe='')}.json"
+            self.ring.journal.save(file, result)
+            if name in self.ring.golden:
+                self.ring.learn(name, result)
+            if not result.eligible:
+                entry.refused = "its embeddings are not finite"
+        entry.status = "complete" if self.complete else "open"
+        self.ring.flush(now=complete)
+        self.ring.progress()
+
+    def _judge(self, i: int) -> None:
+        """Refuses the candidate where its score on a guard, or the bound of it, lies below the floor."""
+        if i >= len(self.ring.guarded):
+            return  # the base itself, with which the others are compared
+        guard, name = self.ring.guards[i], guard_name(i)
+        value, base = self._means[name][str(guard.metric)], self.ring.guarded[i]
+        if fell_beyond(value - base, guard.max_drop):
+            at_most = "" if name in self.results else "at most "
+            self.entry.refused = (
+                f"{guard.golden.name}: {guard.metric} {at_most}{value:.4f}, floor {base - guard.max_drop:.4f}"
+            )
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        """Runs ``work``; whatever it raises, the candidate has failed and the others go on."""
+        if self.failed:
+            return
+        try:
+            work()
+        except Exception as error:  # a model may raise anything
+            self.error = f"{type(error).__name__}: {error}" if not str(error) else str(error)
+            self.entry.status = "failed"
+            self._sessions.clear()
+            self.ring.flush(now=True)
+            logger.warning("%s failed and is not a candidate: %s", self.candidate.name, error)
+
+    def _remember(self) -> None:
+        """Takes over what the journal knows of these weights."""
+        if self.failed:
+            return
+        try:
+            on_hub = self.source is not None and not self.candidate.path.is_dir()
+            mark = f"hub {self.source}" if on_hub else fingerprint(self.candidate)
+        except OSError as error:
+            self.error = str(error)
+            return
+        journal, name = self.ring.journal, self.candidate.name
+        known = journal.known(name, mark)
+        self.entry = journal.entries[name] = known or Entry(mark)
+        if self.entry.status == "failed":  # what failed may have been the machine's fault
+            self.entry = journal.entries[name] = Entry(mark, n_encoded=self.entry.n_encoded, seconds=self.entry.seconds)
+        for set_name, file in dict(self.entry.results).items():
+            result = journal.result(file)
+            if result is None:
+                del self.entry.results[set_name]
+                continue
+            self.results[set_name], self._means[set_name] = result, result.metrics
+            if set_name in self.ring.golden:
+                self.ring.learn(set_name, result)
+
+
+def guard_name(i: int) -> str:
+    """Returns the name under which the results of a guard are kept."""
+    return f"guard {i + 1}"

@@ -1,0 +1,118 @@
+"""A selection as people read it: the leaderboard, the sentence it ends with, the section of the model card.
+
+Promise: text is a pure function of a selection; a bound is called a bound, and 'proved lower' says no more than that.
+"""
+
+from rich.markup import escape
+from rich.table import Table
+
+from fullrank.checkpoints import Evaluation
+from fullrank.report import render
+from fullrank.selection import Row, Selection
+
+__all__ = ["choice_text", "leaderboard_table", "watch_line"]
+
+
+def leaderboard_table(selection: Selection, *, title: str | None = None) -> str:
+    """Returns the leaderboard: step, score with interval, delta to base, speed, share of the corpus seen, remarks."""
+    table = Table(title=title, title_justify="left")
+    for name in ("step", "candidate", selection.objective, "95 % interval", "delta (points)", "docs/s", "seen", ""):
+        words = name in ("candidate", "")
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for row in selection.rows:
+        table.add_row(*_cells(row, selection))
+    return render(table)
+
+
+def _cells(row: Row, selection: Selection) -> list[str]:
+    interval = "" if row.interval is None else f"{row.interval.low:.4f} to {row.interval.high:.4f}"
+    value = "failed" if row.status == "failed" else "" if row.bound is None else f"{row.bound:.4f}"
+    remarks = [
+        "* chosen" if selection.winner is not None and row.name == selection.winner.name else "",
+        "tied with the best" if row.tied and selection.winner is not None and row.name != selection.winner.name else "",
+        ("not eligible: " if row.status != "failed" and not row.eligible else "") + row.why,
+    ]
+    return [
+        "-" if row.step is None else str(row.step),
+        escape(row.name),
+        f"<= {value}" if row.status == "pruned" and value else value,
+        interval,
+        _delta(row, selection),
+        "" if row.documents_per_second is None else f"{row.documents_per_second:,.0f}",
+        f"{row.coverage:.0%}",
+        escape("; ".join(filter(None, remarks))),
+    ]
+
+
+def _delta(row: Row, selection: Selection) -> str:
+    if row.delta is None:
+        return ""
+    at_least = ">= " if selection.base is not None and selection.base.status == "pruned" else ""
+    return f"{at_least}{100 * row.delta:+.2f}"
+
+
+def choice_text(selection: Selection) -> str:
+    """Returns the lines that a selection ends with: what was chosen, how sure that is, what it cost."""
+    winner, lines = selection.winner, []
+    if winner is None:
+        return "Nothing was chosen: no candidate could be evaluated and was eligible."
+    where = winner.name if winner.step is None else f"step {winner.step} ({winner.name})"
+    if selection.improved:
+        lines.append(f"Chosen: {where} by {selection.objective}{_rule(selection)}{_against_base(selection)}.")
+    else:
+        lines.append(
+            f"Nothing beat the base model by {selection.objective}. Try a lower learning rate, more or cleaner pairs, "
+            "or harder negatives."
+        )
+    if selection.confirmed is not None and selection.headline is not None and selection.headline_interval is not None:
+        low, high = selection.headline_interval
+        lines.append(
+            f"Confirmed on {len(selection.confirmed.query_ids):,} queries that took no part in the choice: "
+            f"{selection.headline:.4f} [{low:.4f}, {high:.4f}]."
+        )
+    if selection.tied is not None:
+        tied = ", ".join(selection.tied)
+        lines.append(
+            f"Not to be told apart from the best on these queries (Holm, 95 %): {tied}."
+            if tied
+            else "All others can be told apart from the best on these queries (Holm, 95 %)."
+        )
+    n_candidates = sum(row.status != "failed" for row in selection.rows)
+    lines.append(
+        f"{selection.documents_encoded:,} documents encoded, {selection.share:.0%} of {n_candidates} full evaluations."
+    )
+    return "\n".join(lines)
+
+
+def _rule(selection: Selection) -> str:
+    return "" if selection.rule == "max" else ", the earliest within one standard error of the best"
+
+
+def _against_base(selection: Selection) -> str:
+    if selection.comparison is not None:
+        found = selection.comparison
+        low, high = found.interval
+        sure = {
+            "better": "better than the base model",
+            "worse": "worse than the base model",
+            "not separable": "not separable from the base model on these queries",
+        }[found.verdict]
+        return (
+            f": {found.metric} {100 * found.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}], "
+            f"p = {found.p_value:.4f} over {found.n} queries: {sure}"
+        )
+    if selection.base is None:
+        return "; no base model is known to compare with (pass --base)"
+    if selection.winner is not None and selection.winner.delta is not None:
+        return f": at least {100 * selection.winner.delta:+.2f} points over the base model, which was left at its bound"
+    return ""
+
+
+def watch_line(line: Evaluation, best: Evaluation | None, label: str) -> str:
+    """Returns the line of one evaluation of a watched run."""
+    if line.status != "ok" or line.score is None:
+        last = (line.error or line.note or "").strip().splitlines()
+        return f"step {line.step}  {line.status}: {last[-1] if last else 'no reason given'}"
+    also = "".join(f"  {n} {v:.4f}" for n, v in line.metrics.items() if n in ("ndcg@10",) and n != label)
+    mark = "  * best" if best is not None and best.step == line.step else ""
+    return f"step {line.step}  {label} {line.score:.4f}{also}  {line.seconds:.0f} s{mark}"

@@ -1,0 +1,290 @@
+"""Watching a run from elsewhere: half-written folders, kills, a second watcher; each checkpoint once, the best kept."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fullrank import select_checkpoint, watching
+from fullrank._errors import DataError, SettingError
+from fullrank.discover import Candidate
+from fullrank.watch import WATCH, watch
+from fullrank.watching import Sightings, held_lock
+
+pytest.importorskip("peft")
+FULLRANK = Path(sys.executable).with_name("fullrank")
+STEPS = (4, 8, 12, 16, 20)
+FAST = {"quiet": 0.05, "poll": 0.02}
+
+
+@pytest.fixture
+def golden(make_golden):
+    return make_golden(3, name="dev")
+
+
+@pytest.fixture
+def arrive(tiny_runs, tmp_path):
+    """Factory: copies a checkpoint of a finished run into the one that is watched."""
+    (tmp_path / "run").mkdir()
+
+    def copy(*steps, how="full"):
+        for step in steps:
+            shutil.copytree(tiny_runs[how] / f"checkpoint-{step}", tmp_path / "run" / f"checkpoint-{step}")
+        return tmp_path / "run"
+
+    return copy
+
+
+def journal(run):
+    file = run / WATCH / "history.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def scalars(run, tag="eval/recall@1"):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / WATCH / "tensorboard"))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+# ------------------------------------------------------------------------------------- what is due
+
+
+def checkpoint(folder, step, problem=None):
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(exist_ok=True)
+    (path / "file").write_text("x")
+    return Candidate(path.name, path, step, "model", False, "checkpoint", problem=problem)
+
+
+def test_due_is_what_is_whole_and_quiet_the_earliest_first(tmp_path):
+    sightings = Sightings(quiet=10, attempts=3)
+    late, early = checkpoint(tmp_path, 20), checkpoint(tmp_path, 10)
+    assert sightings.due([late, early], (), now=100) is None
+    assert sightings.due([late, early], (), now=109) is None
+    assert sightings.due([late, early], (), now=110) is early
+    assert sightings.due([late, early], (10,), now=110) is late
+    assert sightings.due([late, early], (10, 20), now=110) is None
+
+
+def test_a_folder_that_changes_or_is_not_whole_waits_anew(tmp_path):
+    sightings = Sightings(quiet=10, attempts=3)
+    one = checkpoint(tmp_path, 10)
+    sightings.due([one], (), now=100)
+    (one.path / "more").write_text("y")
+    assert sightings.due([one], (), now=111) is None
+    broken = checkpoint(tmp_path, 10, problem="half-written")
+    assert sightings.due([broken], (), now=121) is None
+    assert sightings.due([one], (), now=130) is None  # it became whole at 121 at the earliest
+    assert sightings.due([one], (), now=131) is one
+
+
+def test_a_failure_waits_longer_each_time_and_ends(tmp_path):
+    sightings = Sightings(quiet=0, attempts=3)
+    one = checkpoint(tmp_path, 10)
+    sightings.due([one], (), now=0)
+    assert sightings.due([one], (), now=1) is one
+    assert sightings.failed(one, now=1) is False
+    assert sightings.due([one], (), now=5) is None
+    assert sightings.due([one], (), now=6) is one
+    assert sightings.failed(one, now=6) is False
+    assert sightings.due([one], (), now=15) is None
+    assert sightings.due([one], (), now=16) is one
+    assert sightings.failed(one, now=16) is True
+
+
+# ------------------------------------------------------------------------------------- the lock
+
+
+HOLD = (
+    "import sys, time\nfrom pathlib import Path\nfrom fullrank.watching import held_lock\n"
+    "with held_lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+)
+
+
+def test_a_second_watcher_is_refused_and_the_lock_of_a_killed_one_is_free(tmp_path):
+    lock = tmp_path / "run" / WATCH / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline().strip() == "held"
+        expected = rf"run is watched already by process {holder.pid} on .*; stop that one first"
+        with pytest.raises(SettingError, match=expected), held_lock(lock):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    with held_lock(lock):
+        assert lock.is_file()
+
+
+# ------------------------------------------------------------------------------------- in this process
+
+
+def test_each_checkpoint_once_with_scalars_at_its_step_and_the_best_stored(arrive, golden, tiny_base_path):
+    run = arrive(4, 8)
+    seen = []
+    first = watch(run, golden, base=str(tiny_base_path), until=8, on_line=lambda line, best: seen.append(line), **FAST)
+    assert [line.step for line in first] == [0, 4, 8] == [line.step for line in seen]
+    arrive_later = watch(run, golden, base=str(tiny_base_path), until=8, **FAST)
+    assert arrive_later == first  # a restart evaluates nothing twice
+    assert {step: pytest.approx(value) for step, value in scalars(run).items()} == {
+        line.step: line.score for line in first
+    }
+    whole = select_checkpoint(run, golden, base=str(tiny_base_path), exhaustive=True)
+    assert {line.step: line.score for line in first} == {row.step: row.score for row in whole.rows}
+    stored = json.loads((run / WATCH / "best" / "manifest.json").read_text())["kept"]
+    assert [entry["step"] for entry in stored] == [whole.winner.step]
+
+
+@pytest.mark.parametrize("how", ["full", "peft"])
+def test_the_order_of_arrival_changes_nothing(arrive, golden, tiny_base_path, how):
+    run = arrive(20, 12, how=how)
+    watch(run, golden, base=str(tiny_base_path), until=20, **FAST)
+    arrive(16, 4, 8, how=how)
+    lines = watch(run, golden, base=str(tiny_base_path), until=20, **FAST)
+    assert sorted(line.step for line in lines) == [0, *STEPS]
+    whole = select_checkpoint(run, golden, base=str(tiny_base_path), exhaustive=True)
+    kept = json.loads((run / WATCH / "best" / "manifest.json").read_text())["kept"][0]
+    assert (kept["step"], kept["score"]) == (whole.winner.step, whole.winner.score)
+    assert {line.step: line.score for line in lines} == {row.step: row.score for row in whole.rows}
+
+
+def test_what_cannot_be_evaluated_is_tried_again_then_failed_and_the_others_go_on(arrive, golden, monkeypatch):
+    monkeypatch.setattr(watching, "FIRST_WAIT", 0.01)
+    run = arrive(4, 8)
+    config = run / "checkpoint-4" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 64}))
+    lines = watch(run, golden, until=8, attempts=2, **FAST)
+    status = {line.step: line.status for line in lines}
+    assert status == {4: "failed", 8: "ok"}
+    failed = next(line for line in lines if line.step == 4)
+    assert failed.score is None
+    assert "Traceback" in failed.error
+    assert watch(run, golden, until=8, attempts=2, **FAST) == lines
+
+
+def test_a_checkpoint_that_the_trainer_rotates_away_is_skipped(arrive, golden, monkeypatch):
+    monkeypatch.setattr(watching, "FIRST_WAIT", 0.05)
+    run = arrive(4, 8)
+    config = run / "checkpoint-4" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 64}))
+
+    def rotate(line, best):
+        shutil.rmtree(run / "checkpoint-4", ignore_errors=True)
+
+    lines = watch(run, golden, idle_exit=0.01, attempts=5, on_line=rotate, **FAST)
+    assert {line.step: (line.status, line.note) for line in lines} == {
+        4: ("skipped", "it has vanished"),
+        8: ("ok", None),
+    }
+
+
+def test_no_news_ends_the_watch(arrive, golden):
+    started = time.monotonic()
+    assert watch(arrive(), golden, idle_exit=0.005, **FAST) == []
+    assert time.monotonic() - started < 20
+
+
+def test_bad_input(arrive, golden, make_golden, tmp_path):
+    with pytest.raises(DataError, match=r"run folder '.*none' does not exist"):
+        watch(tmp_path / "none", golden)
+    with pytest.raises(SettingError, match="quiet=-1 must be a number from 0"):
+        watch(tmp_path, golden, quiet=-1)
+    run = arrive(4)
+    watch(run, golden, until=4, **FAST)
+    with pytest.raises(DataError, match="was begun with other data than 'other'; move it away to begin anew"):
+        watch(run, make_golden(9, name="other"), until=4, **FAST)
+
+
+# ------------------------------------------------------------------------------------- chaos, with real processes
+
+
+def write_data(folder, golden):
+    (folder / "qrels").mkdir(parents=True)
+    for name, texts in (("corpus", golden.corpus), ("queries", golden.queries)):
+        rows = "".join(json.dumps({"_id": i, "text": t}) + "\n" for i, t in texts.items())
+        (folder / f"{name}.jsonl").write_text(rows)
+    rows = "".join(f"{q}\t{d}\t{g}\n" for q, docs in golden.qrels.items() for d, g in docs.items())
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + rows)
+
+
+class Watcher:
+    """A `fullrank watch` in a process of its own."""
+
+    def __init__(self, run, data, base, *options):
+        command = [FULLRANK, "watch", run, "--data", data, "--base", base, "--quiet", "0.4", "--poll", "0.05", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=run.parent,
+        )
+
+    def end(self, number=None, timeout=120):
+        if number is not None:
+            self.process.send_signal(number)
+        out, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out
+
+
+def wait_for(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.05)
+
+
+def test_chaos(arrive, golden, tiny_runs, tiny_base_path, tmp_path):
+    data, run = tmp_path / "data", arrive()
+    write_data(data, golden)
+    watcher = Watcher(run, data, tiny_base_path)
+    # A checkpoint that is written slowly, weights first: it must not be taken before it is whole.
+    source, slow = tiny_runs["full"] / "checkpoint-8", run / "checkpoint-8"
+    slow.mkdir()
+    weights = (source / "model.safetensors").read_bytes()
+    (slow / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    arrive(16)
+    wait_for(lambda: any(line["step"] == 16 for line in journal(run)))
+    # A second watcher on the same folder.
+    code, out = Watcher(run, data, tiny_base_path).end()
+    assert code == 2
+    assert f"is watched already by process {watcher.process.pid}" in out
+    # Killed while the next one is on its way, and the slow one is still half there.
+    arrive(4)
+    time.sleep(0.5)
+    watcher.end(signal.SIGKILL)
+    assert 8 not in {line["step"] for line in journal(run)}
+    (slow / "model.safetensors").write_bytes(weights)
+    for path in source.iterdir():
+        if path.name != "model.safetensors":
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, slow / path.name)
+    # SIGTERM to the next watcher leaves a clean state as well.
+    second = Watcher(run, data, tiny_base_path)
+    wait_for(lambda: any(line["step"] == 8 for line in journal(run)))
+    code, out = second.end(signal.SIGTERM)
+    assert code == 0, out
+    assert "Stopped. What is finished is in" in out
+    arrive(20, 12)
+    code, out = Watcher(run, data, tiny_base_path, "--until", "20").end()
+    assert code == 0, out
+    lines = journal(run)
+    assert sorted(line["step"] for line in lines) == [0, *STEPS]  # each exactly once
+    assert {line["status"] for line in lines} == {"ok"}
+    whole = select_checkpoint(run, golden, base=str(tiny_base_path), exhaustive=True)
+    scores = {row.step: row.score for row in whole.rows}
+    assert {line["step"]: line["score"] for line in lines} == scores
+    assert scalars(run) == {step: pytest.approx(score) for step, score in scores.items()}
+    kept = json.loads((run / WATCH / "best" / "manifest.json").read_text())["kept"]
+    assert [entry["step"] for entry in kept] == [whole.winner.step]
+    assert f"Best: step {whole.winner.step} with recall@1 {whole.winner.score:.4f}" in out
