@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullrank._errors import SettingError
-from fullrank.result import Result
 from fullrank.selecting import (
     Values,
-    competitors_first,
     in_question,
     race,
     ruled,
@@ -242,17 +240,3 @@ def test_several_sets_are_weighted_by_set_not_by_query():
 def test_unknown_rule():
     with pytest.raises(SettingError, match="rule='best' is unknown; choose one of max, one-se"):
         in_question("best", contenders=[])
-
-
-def test_what_stands_alone_above_an_answer_comes_first():
-    listed = {"a": ["d3", "d1", "d0"], "b": ["d4", "d1"], "c": ["d1", "d5"]}
-    result = Result(
-        {"recall@1": 0.0},
-        {"recall@1": np.zeros(3)},
-        ("a", "b", "c"),
-        {},
-        hits={qid: [(doc_id, 1.0 - i / 10) for i, doc_id in enumerate(ids)] for qid, ids in listed.items()},
-        qrels={"a": {"d0": 1}, "b": {"d1": 1}, "c": {"d1": 1}},
-    )
-    # d4 alone above an answer: 1. d3 and d1 above d0: 1/2 each, d1 listed elsewhere too. d5 second, d0 third in a list.
-    assert competitors_first([result], [f"d{i}" for i in range(7)]).tolist() == [4, 1, 3, 5, 0, 2, 6]

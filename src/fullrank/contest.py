@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fullrank._errors import DataError, EvaluationError
 from fullrank.candidates import Loader
+from fullrank.competitors import hard_first
 from fullrank.data import GoldenSet
 from fullrank.discover import Candidate, fingerprint
 from fullrank.encode import Adapter, Precision
@@ -26,7 +27,7 @@ from fullrank.metrics import Metric, TieRule
 from fullrank.objective import Objective
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
-from fullrank.selecting import Values, competitors_first, objective_values
+from fullrank.selecting import Values, objective_values
 from fullrank.selection import Entry, SelectionJournal
 
 __all__ = ["Contestant", "Ring", "guard_name"]
@@ -92,7 +93,8 @@ class Ring:
     def order(self, name: str, golden: GoldenSet) -> NDArray[np.int64]:
         """Returns all document positions of a set, the hardest competitors first."""
         if name not in self._orders:
-            self._orders[name] = competitors_first(self._finished.get(name, []), golden.doc_ids)
+            first = hard_first(self._finished.get(name, []), golden)
+            self._orders[name] = np.concatenate([first, np.delete(np.arange(len(golden.doc_ids)), first)])
         return self._orders[name]
 
     def flush(self, *, now: bool = False) -> None:
