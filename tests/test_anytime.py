@@ -354,6 +354,8 @@ def test_a_bound_is_never_compared_with_a_score(tiny_st, long_golden):
         for options in ({}, {"allow_other_data": True}):
             with pytest.raises(DataError, match="is a bound: it saw only a part of the corpus"):
                 compare(*pair, "recall@1", **options)
+    with pytest.raises(DataError, match="a bound has no interval"):
+        bound.ci("recall@1")
     with pytest.raises(DataError, match="is a bound"):
         comparison_table(exact, bound)
 
@@ -435,3 +437,16 @@ def test_padding_is_the_share_of_tokens_that_are_none(tiny_st):
     # Tokens with [CLS] and [SEP]: b first and alone, as judged (4 of 4); then a and c (10 + 4 of 20); the query 4.
     assert timing["padding"] == pytest.approx(1 - (4 + 14 + 4) / (4 + 20 + 4))
     assert evaluate(tiny_st(), golden, batch_tokens=1).timing["padding"] == 0
+
+
+def test_a_precision_that_the_weights_do_not_have_is_refused(tiny_st, tiny_golden):
+    half = tiny_st().bfloat16()
+    with pytest.raises(SettingError, match=r"the model's weights are bfloat16: call model.float\(\) first"):
+        evaluate(half, tiny_golden, precision="fp32")
+    assert evaluate(half, tiny_golden).provenance["precision"] == "as the model stands bfloat16"
+    assert evaluate(half.float(), tiny_golden, precision="fp32").provenance["precision"] == "fp32"
+
+
+def test_results_of_kept_dimensions_name_them(tiny_st, tiny_golden):
+    found = evaluate_dims(tiny_st(), tiny_golden, [16, 4])
+    assert {n: result.provenance["dimensions"] for n, result in found.items()} == {16: 16, 4: 4}

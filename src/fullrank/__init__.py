@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "FullrankError": "_errors",
     "Metric": "metrics",
     "GoldenSet": "data",
     "load_golden": "loaders",
@@ -41,6 +42,7 @@ _HOME = {
 __all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:
+    from fullrank._errors import FullrankError as FullrankError
     from fullrank.abstention import abstention as abstention
     from fullrank.abstention import threshold_for as threshold_for
     from fullrank.callback import RetrievalCallback as RetrievalCallback

@@ -65,6 +65,8 @@ class Scorer:
             from fullrank.models import load_sentence_transformer
 
             self.network = load_sentence_transformer(model)
+            if how.precision == "fp32":
+                self.network.float()
         self.how = how
 
     def __call__(self, golden: GoldenSet, *, exclude_self: bool = False) -> Result:

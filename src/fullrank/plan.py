@@ -105,7 +105,8 @@ class EvaluationPlan:
             raise SettingError(f"dims={dims!r} must be whole numbers from 1, for example [384, 128, 64]")
         session = self.anytime(metrics=metrics, ties=ties, precision=precision, progress=progress, dims=dims)
         session.extend(session.remaining)
-        return {n: session.result(n) for n in dims}
+        results = {n: session.result(n) for n in dims}
+        return {n: replace(r, provenance={**r.provenance, "dimensions": n}) for n, r in results.items()}
 
     def anytime(
         self,
@@ -125,6 +126,7 @@ class EvaluationPlan:
         settings = Settings(
             parsed(metrics), ties, self.encoder.similarity, list_length, self.exclude_self, on_nonfinite
         )
+        provenance = self._provenance(precision)
         ranks = current_ranks() if self.distributed else ALONE
         clock = Clock()
         with ranks.together(), self._undisturbed():
@@ -141,7 +143,6 @@ class EvaluationPlan:
             with self._undisturbed(), at_precision(precision, documents.device), clock("encode"):
                 return documents.encode_share(block, ranks, report)
 
-        provenance = self._provenance(precision)
         return Anytime(
             {n: Measurement(self.golden, settings, query_rows[:, :n], clock, ranks) for n in dims},
             Documents(encode_documents, documents.by_length(), documents.inverse),
@@ -190,11 +191,23 @@ class EvaluationPlan:
             "model": _model_name(inner),
             "model_fingerprint": model_fingerprint(inner),
             "prompts": {side: self.encoder.prompt(side) for side in ("query", "document")},
-            "precision": precision or "as the model stands",
+            "precision": _precision_used(precision, inner),
             "max_length": _max_length(self.encoder),
             "adapter": type(self.encoder).__name__,
             "versions": {name: version(name) for name in ("fullrank", "torch", "transformers")},
         }
+
+
+def _precision_used(precision: Precision | None, model: object) -> str:
+    """Returns the precision of encoding; raises `SettingError` for fp32 of weights that hold less."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else []
+    half = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point() and p.itemsize < 4})
+    if precision == "fp32" and half:
+        raise SettingError(
+            f"precision='fp32', but the model's weights are {', '.join(half)}: call model.float() first, or pass "
+            "precision=None to evaluate it as it stands"
+        )
+    return precision or " ".join(["as the model stands", *half])
 
 
 def _reporter(progress: Progress | None, side: TextSide, clock: Clock, ranks: Ranks) -> OnBatch:

@@ -122,7 +122,13 @@ class Result:
         return self.metrics[self.name_of(metric)]
 
     def ci(self, metric: str | Metric, level: float = 0.95, *, seed: int = 0) -> Interval:
-        """Returns the interval of the mean of ``metric``; unpacks as ``low, high``."""
+        """Returns the interval of the mean of ``metric``; unpacks as ``low, high``.
+
+        Raises:
+            DataError: the result is a bound: an interval of it would say nothing about the score.
+        """
+        if self.bound:
+            raise DataError("a bound has no interval: it lies above the score. Evaluate on the full corpus")
         return mean_interval(self.per_query[self.name_of(metric)], level=level, seed=seed)
 
     def by_group(self) -> dict[str, dict[str, float]]:
