@@ -32,7 +32,7 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Each measures itself and its peers in one run and writes results/*.json: under 10 minutes on a quiet machine.
 bench: install

@@ -4,6 +4,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "PYTEST_XDIST_WORKER" in os.environ:  # two threads each on two cores are several times slower than one
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import logging
 import random
