@@ -1,14 +1,12 @@
 """What is wrong with a golden set is found, counted and explained; what is sound is left alone."""
 
-import json
 import random
 import time
 from pathlib import Path
 
 import pytest
 
-from fullrank._errors import DataError
-from fullrank.checks import NEAR, check_golden, normalise, read_train_pairs
+from fullrank.checks import NEAR, check_golden, normalise
 from fullrank.data import GoldenSet
 from fullrank.loaders import load_golden
 from fullrank.metrics import Metric
@@ -305,43 +303,6 @@ def test_leakage_scales_with_the_texts_and_not_with_their_product():
     findings = {finding.kind: finding for finding in check_golden(golden, train_pairs=train)}
     assert findings["train-documents-near"].examples == ("d5",)
     assert time.perf_counter() - start < 20  # 30 million comparisons would take many minutes
-
-
-# ------------------------------------------------------------------------------------------------ training pairs
-
-
-def test_training_pairs_are_read_by_field(tmp_path):
-    rows = [
-        {"anchor": "a", "positive": "b", "negative": "c"},
-        {"query": "d", "document": "e"},
-        {"question": "f", "answer": "g"},
-        {"query": "h", "text": "i", "label": 3},
-        {"passage": "k", "anchor": "j", "text": "not this"},
-    ]
-    path = tmp_path / "train.jsonl"
-    path.write_bytes("\ufeff".encode() + "\r\n\r\n".join(map(json.dumps, rows)).encode())
-    assert read_train_pairs(path) == [("a", "b"), ("d", "e"), ("f", "g"), ("h", "i"), ("j", "k")]
-
-
-def test_bad_training_pairs_are_in_one_error(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text(
-        '{"anchor": "a", "positive": "b"}\n{"anchor": "a"}\n{"positive": "b"}\nx\n{"query": 1, "text": "a"}\n'
-    )
-    with pytest.raises(DataError) as caught:
-        read_train_pairs(path)
-    assert str(caught.value).splitlines()[:5] == [
-        f"{path}: 4 problems",
-        "  line 2: the field 'positive' or 'document' or 'passage' or 'answer' or 'text' is missing",
-        "  line 3: the field 'anchor' or 'query' or 'question' is missing",
-        "  line 4: broken JSON at column 1: Expecting value",
-        "  line 5: the anchor must be a string, got 1",
-    ]
-    path.write_text("\n")
-    with pytest.raises(DataError, match=r"is empty\. Expected one JSON object a line with two texts"):
-        read_train_pairs(path)
-    with pytest.raises(DataError, match="there is no such file"):
-        read_train_pairs(tmp_path / "none.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------ real collections

@@ -22,6 +22,7 @@ ABOVE_TORCH = [
     "changes",
     "gating",
     "sources",
+    "training_data",
     "checks",
     "data",
     "loaders",

@@ -34,6 +34,8 @@ _HOME = {
     "BestStore": "store",
     "CollapseThresholds": "guards",
     "Guard": "guards",
+    "TrainingExample": "training_data",
+    "read_training_data": "training_data",
     "RetrievalCallback": "callback",
     "write_report": "page",
     "Selection": "selection",
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
     from fullrank.select import select_checkpoint as select_checkpoint
     from fullrank.selection import Selection as Selection
     from fullrank.store import BestStore as BestStore
+    from fullrank.training_data import TrainingExample as TrainingExample
+    from fullrank.training_data import read_training_data as read_training_data
 
 
 class _Package(ModuleType):

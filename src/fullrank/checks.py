@@ -9,7 +9,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,15 +18,15 @@ from fullrank._errors import DataError
 from fullrank.metrics import Metric
 from fullrank.result import Finding, Severity, vacuous_cutoffs
 from fullrank.settings import DEFAULT_METRICS, parsed
-from fullrank.sources import PROGRESS_AFTER_SECONDS, Problems, as_text, pick, read_objects
+from fullrank.sources import PROGRESS_AFTER_SECONDS
+from fullrank.training_data import POSITIVE_FIELDS, QUERY_FIELDS
 
 if TYPE_CHECKING:  # a golden set offers these checks, so its module imports this one
     from fullrank.data import GoldenSet
 
-__all__ = ["check_golden", "normalise", "read_train_pairs"]
+__all__ = ["check_golden", "normalise"]
 
 EXAMPLES = 5
-ANCHOR_FIELDS, POSITIVE_FIELDS = ("anchor", "query", "question"), ("positive", "document", "passage", "answer", "text")
 WIDE_POINTS, VERY_WIDE_POINTS = 5.0, 10.0
 """Half-widths of the interval that earn an ``info`` and a ``warning``: 385 and 97 queries."""
 SATURATED = 0.9
@@ -40,10 +39,6 @@ QUERY_SHINGLE, DOCUMENT_SHINGLE = 3, 5
 _CJK = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")  # Chinese and Japanese have no blanks: a character is a word
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
-_PAIR_ROWS = (
-    'Expected one JSON object a line with two texts: "anchor" (or "query", "question") and "positive" (or "document", '
-    '"passage", "answer", "text").'
-)
 
 
 def check_golden(
@@ -80,28 +75,6 @@ def check_golden(
         *([] if train_pairs is None else _leakage(golden, answers, train_pairs)),
     ]
     return sorted(findings, key=lambda finding: _SEVERITY[finding.severity])
-
-
-def read_train_pairs(path: str | Path) -> list[tuple[str, str]]:
-    """Returns the (anchor, positive) texts of a JSONL file, plain or ``.gz``.
-
-    The anchor is the first of the fields ``anchor``, ``query``, ``question``, the positive the first of ``positive``,
-    ``document``, ``passage``, ``answer``, ``text``; other fields are not read.
-
-    Raises:
-        DataError: no such file, or bad lines, all in one error.
-    """
-    problems = Problems(path, _PAIR_ROWS)
-    pairs = []
-    for number, row in read_objects(Path(path), problems):
-        try:
-            anchor = as_text(pick(row, *ANCHOR_FIELDS), "the anchor")
-            positive = as_text(pick(row, *POSITIVE_FIELDS), "the positive")
-            pairs.append((anchor, positive))
-        except ValueError as error:
-            problems.add(number, error)
-    problems.close(pairs)
-    return pairs
 
 
 def normalise(text: str) -> str:
@@ -244,14 +217,14 @@ def _checked_pair(pair: object) -> tuple[str, str]:
     anchor, positive = (None, None)
     if isinstance(pair, Mapping):  # a row of a data set
         anchor, positive = (
-            next((pair[name] for name in names if name in pair), None) for names in (ANCHOR_FIELDS, POSITIVE_FIELDS)
+            next((pair[name] for name in names if name in pair), None) for names in (QUERY_FIELDS, POSITIVE_FIELDS)
         )
     elif isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2:
         anchor, positive = pair
     if not isinstance(anchor, str) or not isinstance(positive, str):
         raise DataError(
-            f"train_pairs must hold (anchor, positive) texts, or rows with those fields; got {str(pair)[:60]!r}. Read "
-            "a file with fullrank.checks.read_train_pairs(path)"
+            f"train_pairs must hold (anchor, positive) texts, or rows with those fields; got {str(pair)[:60]!r}. Of a "
+            "file: [e.pair for e in fullrank.read_training_data(path)]"
         )
     return anchor, positive
 

@@ -10,7 +10,6 @@ import typer
 from fullrank._errors import SettingError
 from fullrank.abstention import abstention, threshold_for
 from fullrank.benchmarks import beir_sets, mteb_sets
-from fullrank.checks import read_train_pairs
 from fullrank.cli_benchmarks import How, Scorer, evaluate_sets, save_mteb
 from fullrank.data import GoldenSet
 from fullrank.doors import (
@@ -28,6 +27,7 @@ from fullrank.loaders import load_golden
 from fullrank.report import abstention_line, comparison_table, findings_text, result_table, say
 from fullrank.settings import DEFAULT_METRICS, parsed
 from fullrank.tables import latency_text
+from fullrank.training_data import read_training_data
 
 __all__ = ["check", "demo", "evaluate_model"]
 
@@ -171,7 +171,9 @@ def _evaluate_one(
 def check(
     data: Data,
     split: Split = "test",
-    train: Annotated[Path | None, typer.Option(help="Training pairs as JSONL: is the test in the training?")] = None,
+    train: Annotated[
+        str | None, typer.Option(help="Training pairs (JSONL, CSV, parquet, hf:REPO): is the test in the training?")
+    ] = None,
     metrics: Metrics = ",".join(DEFAULT_METRICS),
     missing: Annotated[str, typer.Option(help="Unknown ids: raise, keep or drop.")] = "raise",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
@@ -181,7 +183,7 @@ def check(
     Example: fullrank check --data beir/scifact --train pairs.jsonl
     """
     golden = load_golden(data, split, missing=missing)  # type: ignore[arg-type]  # checked there
-    pairs = None if train is None else read_train_pairs(train)
+    pairs = None if train is None else [example.pair for example in read_training_data(train)]
     findings = golden.check(metrics=metric_names(metrics), train_pairs=pairs)
     if data.removesuffix(".gz").endswith(".jsonl"):
         findings += golden_gaps(golden)

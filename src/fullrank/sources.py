@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from fullrank._errors import DataError, FullrankError, first_few
 from fullrank._optional import require
 
-__all__ = ["HUBS", "Problems", "Rows", "hub_rows", "read_lines", "read_objects"]
+__all__ = ["HUBS", "Problems", "Rows", "explained", "hub_rows", "read_lines", "read_objects"]
 
 MAX_LINE_BYTES = 64 << 20
 PROBLEMS_SHOWN = 5
@@ -65,8 +65,8 @@ class Problems:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def read_lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
-    """Yields (line number, text) of the lines of a UTF-8 file, plain or ``.gz``, that are not blank.
+def read_lines(path: Path, problems: Problems, *, blank: bool = False) -> Iterator[tuple[int, str]]:
+    """Yields (line number, text) of the lines of a UTF-8 file, plain or ``.gz``, that are not blank (``blank``: all).
 
     Line ends (LF or CRLF) and a byte order mark are taken off. Lines that are not UTF-8 go to ``problems``; so does a
     line over `MAX_LINE_BYTES`, where the reading stops.
@@ -104,7 +104,7 @@ def read_lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
                 problems.add(number, f"not UTF-8: byte {raw[error.start]:#04x} at offset {place} of the file")
             else:
                 line = line.removeprefix("\ufeff") if number == 1 else line
-                if line.strip():
+                if blank or line.strip():
                     yield number, line
             offset += len(raw)
 
@@ -239,7 +239,7 @@ def hub_rows(source: str, split: str) -> Rows:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Turns whatever a hub's package raises into a `DataError` that says what was being loaded."""
     try:
         yield
@@ -255,7 +255,7 @@ def _explained(what: str) -> Iterator[None]:
 
 def _from_hf(repo: str, split: str) -> Rows:
     datasets = require("datasets", extra="hf")
-    with _explained(f"hf:{repo}"):
+    with explained(f"hf:{repo}"):
         configs = datasets.get_dataset_config_names(repo)
         if "corpus" not in configs or "queries" not in configs:
             raise DataError(
@@ -292,7 +292,7 @@ def _from_ir_datasets(name: str, split: str) -> Rows:
     # An id names the split itself (beir/scifact/test), or a family that has the split as a member.
     own = [name] if split == "test" or name.endswith(f"/{split}") else []
     for candidate in (*own, f"{name}/{split}"):
-        with _explained(f"ir_datasets:{candidate}"):
+        with explained(f"ir_datasets:{candidate}"):
             try:
                 found = ir_datasets.load(candidate)
             except KeyError:
@@ -306,7 +306,7 @@ def _from_ir_datasets(name: str, split: str) -> Rows:
         )
 
     def rows(kind: str) -> Iterator[Any]:
-        with _explained(f"ir_datasets:{candidate}, {kind},"):
+        with explained(f"ir_datasets:{candidate}, {kind},"):
             yield from getattr(found, f"{kind}_iter")()
 
     return Rows(
@@ -325,7 +325,7 @@ def _default_text(row: Any) -> object:
 def _from_mteb(name: str, split: str) -> Rows:
     mteb = require("mteb", extra="mteb")
     task_name, _, subset = name.partition("/")
-    with _explained(f"mteb:{name}"):
+    with explained(f"mteb:{name}"):
         task = mteb.get_task(task_name)
         if split not in task.eval_splits:
             raise DataError(f"mteb:{name} has no split {split!r}; there are {first_few(task.eval_splits)}")
