@@ -76,6 +76,7 @@ BELOW_TORCH = [
     "plan",
     "evaluate",
     "latency",
+    "mine",
     "taps",
     "in_batch",
     "unison",
@@ -103,6 +104,7 @@ BELOW_TORCH = [
     "cli_golden",
     "cli_report",
     "cli_choose",
+    "cli_mine",
     "cli",
     "__main__",
 ]

@@ -30,6 +30,7 @@ _HOME = {
     "evaluate_run": "run",
     "mteb_task": "mteb_io",
     "to_mteb": "mteb_io",
+    "mine_negatives": "mine",
     "in_batch_metrics": "in_batch",
     "BestStore": "store",
     "CollapseThresholds": "guards",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from fullrank.mteb_io import mteb_task as mteb_task
     from fullrank.mteb_io import to_mteb as to_mteb
     from fullrank.page import write_report as write_report
+    from fullrank.mine import mine_negatives as mine_negatives
     from fullrank.result import Finding as Finding
     from fullrank.result import Result as Result
     from fullrank.run import evaluate_run as evaluate_run

@@ -9,7 +9,14 @@ import traceback
 
 import typer
 
-from fullrank import cli_choose, cli_golden, cli_measure, cli_report, cli_results  # noqa: F401  # each registers its doors
+from fullrank import (  # each registers its doors
+    cli_choose,  # noqa: F401
+    cli_golden,  # noqa: F401
+    cli_measure,  # noqa: F401
+    cli_mine,  # noqa: F401
+    cli_report,  # noqa: F401
+    cli_results,  # noqa: F401
+)
 from fullrank._errors import FullrankError
 from fullrank.doors import app
 

@@ -28,7 +28,7 @@ from fullrank.sources import (
     short,
 )
 
-__all__ = ["load_golden", "read_qrels", "read_run"]
+__all__ = ["load_golden", "read_corpus", "read_qrels", "read_run"]
 
 T = TypeVar("T", int, float)
 Triple = tuple[object, object, object]
@@ -128,6 +128,19 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
     """
     problems = Problems(path, _RUN_ROWS)
     return _collect(_run_lines(Path(path), problems), problems, _score)
+
+
+def read_corpus(path: str | Path) -> dict[str, str]:
+    """Returns ``{document id: text}`` of a ``corpus.jsonl`` (or ``.gz``), or of the one in a folder; titles in front.
+
+    Raises:
+        DataError: no such file, or bad lines, all in one error.
+    """
+    found = _find(Path(path), "corpus.jsonl") if Path(path).is_dir() else Path(path)
+    if found is None:
+        raise DataError(f"{path} holds no corpus.jsonl (or .gz); it holds {_listing(Path(path))}")
+    problems = Problems(found, _DOCUMENT_ROWS)
+    return _by_id(read_objects(found, problems), problems, _document)
 
 
 # ------------------------------------------------------------------------------------------------ lines
@@ -261,7 +274,7 @@ def _from_folder(folder: Path, split: str, qrels_path: Path, build: "partial[Gol
     qrels = read_qrels(qrels_path)
     problems = Problems(queries_path, _QUERY_ROWS)
     queries = _by_id(read_objects(queries_path, problems), problems, _query, keep=qrels)
-    return build(queries, _read_corpus(corpus_path), qrels, name=_named(folder.resolve().name, split))
+    return build(queries, read_corpus(corpus_path), qrels, name=_named(folder.resolve().name, split))
 
 
 def _from_golden(path: Path, build: "partial[GoldenSet]") -> GoldenSet:
@@ -282,7 +295,7 @@ def _from_golden(path: Path, build: "partial[GoldenSet]") -> GoldenSet:
         return query_id, text
 
     queries = _by_id(read_objects(path, problems), problems, parse)
-    return build(queries, _read_corpus(corpus_path), qrels, name=_stem(path), groups=groups or None)
+    return build(queries, read_corpus(corpus_path), qrels, name=_stem(path), groups=groups or None)
 
 
 def _relevant(value: object) -> dict[str, float]:
@@ -291,11 +304,6 @@ def _relevant(value: object) -> dict[str, float]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return {as_id(key): 1 for key in value}
     raise ValueError(f"'relevant' must be a list of document ids or an object with grades, got {short(value)}")
-
-
-def _read_corpus(path: Path) -> dict[str, str]:
-    problems = Problems(path, _DOCUMENT_ROWS)
-    return _by_id(read_objects(path, problems), problems, _document)
 
 
 # ------------------------------------------------------------------------------------------------ folders
