@@ -57,6 +57,7 @@ ABOVE_TORCH = [
     "keeping",
     "watching",
     "codesearch",
+    "records",
 ]
 BELOW_TORCH = [
     "models",
@@ -77,6 +78,7 @@ BELOW_TORCH = [
     "evaluate",
     "latency",
     "mine",
+    "decoders",
     "taps",
     "in_batch",
     "unison",

@@ -28,7 +28,7 @@ from fullrank.wrappers import (
     unwrap,
 )
 
-__all__ = ["Backbone", "Encoder", "Pooling", "Precision", "as_encoder", "at_precision"]
+__all__ = ["Backbone", "Encoder", "Pooling", "Precision", "as_encoder", "at_precision", "pool"]
 
 logger = logging.getLogger(__name__)
 
