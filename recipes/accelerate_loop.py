@@ -1,9 +1,10 @@
 """A training loop of one's own under accelerate, on one process or several, with fullrank's evaluation and store.
 
     python recipes/accelerate_loop.py --tiny
-    accelerate launch --num_processes 2 --cpu recipes/accelerate_loop.py --tiny
+    torchrun --nproc_per_node 2 recipes/accelerate_loop.py --tiny
     accelerate launch --num_processes 8 recipes/accelerate_loop.py --data beir/mine --train pairs.jsonl
 
+On CPUs it has to be torchrun: accelerate 1.15 starts one process there, whatever --num_processes says.
 Every process makes the same call of fullrank.evaluate, which shares the documents among them: the numbers are those of
 one process. The main process alone stores; the others wait, and read the best weights at the end.
 
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import HfArgumentParser
@@ -54,12 +56,25 @@ class Knobs:
 TINY = {"steps": 4, "every": 2, "batch": 8, "max_tokens": 32}
 
 
+class BiEncoder(nn.Module):
+    """Scores a batch: queries against the documents of all of them; one forward, as DDP wants it."""
+
+    def __init__(self, model: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.model, self.scale = model, scale
+
+    def forward(self, queries, documents):
+        """Returns [B, B]: the positive of query i is column i."""
+        q, d = (F.normalize(self.model(f)["sentence_embedding"].float(), dim=1) for f in (queries, documents))
+        return self.scale * q @ d.T
+
+
 def task(knobs: Knobs):
     """Returns the golden set and the training pairs."""
     golden = load_golden(knobs.data, knobs.split) if knobs.data else None
     pairs = [example.pair for example in read_training_data(knobs.train)] if knobs.train else None
     if golden is None or pairs is None:
-        sizes = {"n_documents": 120, "n_queries": 40} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
+        sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
         built_in = standard_library_task(**sizes)
         golden, pairs = golden or built_in.golden, pairs or built_in.pairs
     return golden, pairs
@@ -73,7 +88,9 @@ def endless(batches):
 
 def main(knobs: Knobs) -> None:
     start = time.perf_counter()
-    accelerator = Accelerator(cpu=knobs.tiny)
+    # A BERT has a pooler of its own that no embedding goes through, and DDP waits for its gradients.
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=knobs.tiny, kwargs_handlers=[unused])
     set_seed(knobs.seed)
     golden, pairs = task(knobs)
     model = load_sentence_transformer(knobs.model or str(packaged_model()))
@@ -85,20 +102,15 @@ def main(knobs: Knobs) -> None:
 
     loader = DataLoader(pairs, batch_size=knobs.batch, shuffle=True, drop_last=True, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=knobs.rate)
-    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model = accelerator.unwrap_model(wrapped)
+    scorer, optimizer, loader = accelerator.prepare(BiEncoder(model, knobs.scale), optimizer, loader)
     store = BestStore(Path(knobs.output) / "best")
     base, loss = None, None
-
-    def embed(features):
-        return F.normalize(wrapped(features)["sentence_embedding"].float(), dim=1)
 
     batches = endless(loader)
     for step in range(knobs.steps + 1):
         if step:  # step 0 is the base model, a candidate like any other
-            queries, documents = next(batches)
-            wrapped.train()
-            scores = knobs.scale * embed(queries) @ embed(documents).T  # [B, B]
+            scorer.train()
+            scores = scorer(*next(batches))
             loss = F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
             accelerator.backward(loss)
             optimizer.step()
@@ -114,7 +126,7 @@ def main(knobs: Knobs) -> None:
                 result.save(folder / "result.json")
 
             is_best = store.offer(step, result[knobs.select], save)
-            logs = {} if loss is None else {"loss": float(loss)}
+            logs = {} if loss is None else {"loss": loss.item()}
             print(evaluation_line(step, knobs.steps, result, knobs.select, logs=logs, is_best=is_best))
         accelerator.wait_for_everyone()
 

@@ -71,7 +71,7 @@ def task(knobs: Knobs):
     golden = load_golden(knobs.data, knobs.split) if knobs.data else None
     examples = read_training_data(knobs.train) if knobs.train else None
     if golden is None or examples is None:
-        sizes = {"n_documents": 120, "n_queries": 40} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
+        sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
         built_in = standard_library_task(**sizes)
         golden = golden or built_in.golden
         examples = examples or [TrainingExample(query, positive) for query, positive in built_in.pairs]

@@ -59,7 +59,7 @@ def task(knobs: Knobs):
     """Returns the pairs to mine for, and the texts to mine in."""
     if knobs.train:
         return read_training_data(knobs.train), list(read_corpus(knobs.corpus).values()) if knobs.corpus else []
-    sizes = {"n_documents": 120, "n_queries": 40} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
+    sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
     built_in = standard_library_task(**sizes)
     # The held-out documents are in the index, so they are there to mine in; the held-out queries are not looked at.
     return [TrainingExample(query, positive) for query, positive in built_in.pairs], built_in.golden.doc_texts

@@ -57,6 +57,7 @@ ABOVE_TORCH = [
     "keeping",
     "watching",
     "codesearch",
+    "documents",
     "records",
 ]
 BELOW_TORCH = [

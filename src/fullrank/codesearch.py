@@ -14,7 +14,7 @@ import sysconfig
 import textwrap
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,19 +55,23 @@ class _Function:
     source: str
 
 
-def standard_library_task(*, n_documents: int | None = None, n_queries: int | None = None) -> CodeSearch:
+def standard_library_task(
+    *, n_documents: int | None = None, n_queries: int | None = None, within: Collection[str] | None = None
+) -> CodeSearch:
     """Returns the task over modules of the standard library.
 
     Args:
         n_documents: take modules until there are so many functions; None for all.
         n_queries: hold modules out until there are so many queries; None for a third of the functions.
+        within: look at these packages alone, such as ``("email", "json")``: for a try-out, as reading the whole library
+            takes seconds.
 
     Raises:
         DataError: the library's sources are not installed, or hold no documented functions.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     by_module: dict[str, list[_Function]] = {}
-    for function in _distinct([f for path in _library_files(root) for f in _functions(path, root)]):
+    for function in _distinct([f for path in _library_files(root, within) for f in _functions(path, root)]):
         by_module.setdefault(function.module, []).append(function)
     sizes = {module: len(by_module[module]) for module in sorted(by_module, key=_draw)}
     chosen = _until(sizes, sum(sizes.values()) if n_documents is None else n_documents)
@@ -98,8 +102,10 @@ def _until(sizes: dict[str, int], total: float) -> list[str]:
     return taken
 
 
-def _library_files(root: Path) -> list[Path]:
-    return sorted(p for p in root.rglob("*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts))
+def _library_files(root: Path, within: Collection[str] | None = None) -> list[Path]:
+    below = [root] if within is None else [root / name for name in within]
+    files = (path for folder in below for path in folder.rglob("*.py"))
+    return sorted(path for path in files if not _NOT_LIBRARY & set(path.relative_to(root).parts))
 
 
 def _functions(path: Path, root: Path) -> Iterator[_Function]:
