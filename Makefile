@@ -1,12 +1,13 @@
 # make demo   installs into .venv and fine-tunes a real model on a real task (about 4 minutes on 2 cores)
 # make bench  measures fullrank beside its peers, into results/
+# make recipes  tries out every recipe on a tiny model or a few steps, one process each
 # make test   installs into .venv and runs lint, types and tests
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint types unit bench clean
+.PHONY: install demo recipes test lint types unit bench clean
 
 install: $(STAMP)
 
@@ -21,6 +22,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/fullrank demo --out runs/demo
+
+recipes: install
+	mkdir -p runs/recipes
+	cd runs/recipes && ln -sfn ../../recipes recipes
+	cd runs/recipes && ../../$(BIN)/python recipes/mine_hard_negatives.py --tiny
+	cd runs/recipes && ../../$(BIN)/python recipes/lora_sentence_transformers.py --tiny
+	cd runs/recipes && ../../$(BIN)/python recipes/lora_decoder_hf_trainer.py --tiny
+	cd runs/recipes && ../../$(BIN)/python recipes/accelerate_loop.py --tiny
+	cd runs/recipes && ../../$(BIN)/python recipes/own_documents.py --tiny
 
 test: lint types unit
 

@@ -40,7 +40,7 @@ class Knobs:
     """Everything there is to turn; each is an option of the command line."""
 
     model: str = HfArg(default="Qwen/Qwen3-Embedding-0.6B", help="path or hub id")
-    data: str | None = HfArg(default=None, help="golden set; default: code search")
+    data: str | None = HfArg(default=None, help="golden set; without --data and --train: code search")
     split: str = HfArg(default="dev", help="of the golden set")
     train: str | None = HfArg(default=None, help="training data, see mine_hard_negatives.py")
     output: str = HfArg(default="runs/decoder", help="folder of the run")
@@ -114,25 +114,20 @@ def collator(tokenizer, knobs: Knobs):
         documents, answers = [text for row in rows for text in row[1:]], defaultdict(set)
         for query, positive, *_ in rows:
             answers[query].add(positive)
-        width = len(rows[0]) - 1
-        equal = [
-            [j != i * width and text in answers[row[0]] for j, text in enumerate(documents)]
-            for i, row in enumerate(rows)
-        ]
+        equal = torch.tensor([[text in answers[query] for text in documents] for query, *_ in rows])
+        equal[range(len(rows)), range(0, len(documents), len(rows[0]) - 1)] = False  # its own column
         prompted = tokens([knobs.instruction + row[0] for row in rows])
-        return {"queries": prompted, "documents": tokens(documents), "equal": torch.tensor(equal)}
+        return {"queries": prompted, "documents": tokens(documents), "equal": equal}
 
     return collate
 
 
 def adapted(knobs: Knobs):
     """Returns the base with a LoRA adapter."""
-    options = {"dtype": torch.bfloat16 if knobs.bf16 else torch.float32}
-    if knobs.four_bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
-    base = AutoModel.from_pretrained(knobs.model, use_safetensors=True, **options)
+    dtype, small = torch.bfloat16 if knobs.bf16 else torch.float32, None
+    if knobs.four_bit:  # bitsandbytes must be installed
+        small = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    base = AutoModel.from_pretrained(knobs.model, use_safetensors=True, dtype=dtype, quantization_config=small)
     if knobs.four_bit:
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     if knobs.checkpointing:
@@ -143,16 +138,12 @@ def adapted(knobs: Knobs):
 
 def task(knobs: Knobs):
     """Returns the golden set and the training examples."""
-    golden = load_golden(knobs.data, knobs.split) if knobs.data else None
-    examples = read_training_data(knobs.train) if knobs.train else None
-    if golden is None or examples is None:
-        sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
-        built_in = standard_library_task(**sizes)
-        golden = golden or built_in.golden
-        others = [source for _, source in built_in.pairs]  # in place of mined negatives: for a try-out only
-        rows = zip(built_in.pairs, others[1:] + others[:1], strict=True)
-        examples = examples or [TrainingExample(*pair, (other,)) for pair, other in rows]
-    return golden, examples
+    sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
+    built_in = standard_library_task(**sizes)
+    others = [(source,) for _, source in built_in.pairs]  # in place of mined negatives: for a try-out only
+    examples = [TrainingExample(*pair, others[i - 1]) for i, pair in enumerate(built_in.pairs)]
+    golden = load_golden(knobs.data, knobs.split) if knobs.data else built_in.golden
+    return golden, read_training_data(knobs.train) if knobs.train else examples
 
 
 def main(knobs: Knobs) -> None:
@@ -184,11 +175,7 @@ def main(knobs: Knobs) -> None:
     rows = list(zip(*training_columns(examples, negatives=knobs.negatives).values(), strict=True))
     trainer = AdapterTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collator(tokenizer, knobs))
     callback = RetrievalCallback(
-        golden,
-        select=knobs.select,
-        every=knobs.every,
-        patience=knobs.patience,
-        encoder=encoder(model.backbone),
+        golden, select=knobs.select, every=knobs.every, patience=knobs.patience, encoder=encoder(model.backbone)
     ).attach(trainer)
     trainer.train()
     base, best = callback.base_result, callback.best_result
@@ -198,9 +185,8 @@ def main(knobs: Knobs) -> None:
     fresh = AutoModel.from_pretrained(knobs.model, dtype=torch.bfloat16 if knobs.bf16 else torch.float32)
     merged = PeftModel.from_pretrained(fresh, callback.best.path).merge_and_unload().to(arguments.device)
     again = evaluate(encoder(merged), golden, metrics=list(best.metrics), precision="bf16" if knobs.bf16 else None)
-    folder = Path(knobs.output) / "merged"
-    merged.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    for part in (merged, tokenizer):
+        part.save_pretrained(folder := Path(knobs.output) / "merged")
     delta = again[knobs.select] - best[knobs.select]
     print(f"Merged:  {folder}, {knobs.select} {again[knobs.select]:.4f}, {100 * delta:+.2f} points by merging")
     if knobs.json:

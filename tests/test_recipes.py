@@ -1,0 +1,188 @@
+"""The recipes as a user starts them: the commands of their docstrings, in real processes, on tiny settings."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullrank import Result, load_golden, read_training_data
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+FILES = sorted(RECIPES.glob("*.py"))
+TESTED = {
+    "mine_hard_negatives": "python recipes/mine_hard_negatives.py --tiny",
+    "lora_sentence_transformers": "python recipes/lora_sentence_transformers.py --tiny",
+    "lora_decoder_hf_trainer": "python recipes/lora_decoder_hf_trainer.py --tiny",
+    "accelerate_loop": "torchrun --nproc_per_node 2 recipes/accelerate_loop.py --tiny",
+    "own_documents": "python recipes/own_documents.py --tiny",
+}
+
+
+def run(name, *options, cwd):
+    """Runs the command of a recipe in ``cwd``; returns what it printed and the record that it wrote."""
+    if not (cwd / "recipes").exists():
+        (cwd / "recipes").symlink_to(RECIPES)
+    program, *arguments = shlex.split(TESTED[name])
+    found = subprocess.run(
+        [str(Path(sys.executable).with_name(program)), *arguments, *map(str, options), "--json", f"{name}.json"],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout, json.loads((cwd / f"{name}.json").read_text())
+
+
+def checked_record(record):
+    """A record is what its own numbers say."""
+    metric = record["metric"]
+    assert record["delta"] == pytest.approx(record["best"][metric] - record["base"][metric], abs=1e-9)
+    assert record["interval"][0] <= record["delta"] <= record["interval"][1]
+    assert record["best"][metric] >= record["base"][metric]
+    assert record["seconds"] > 0
+    assert record["peak_memory_mib"]["host"] > 100
+
+
+# ------------------------------------------------------------------------------------------------ what they promise
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_is_one_readable_file_that_starts_with_its_command(path):
+    text = path.read_text()
+    docstring = ast.get_docstring(ast.parse(text))
+    commands = re.findall(r"^ {4}((?:python|torchrun) .*)$", docstring, re.MULTILINE)
+    assert len(text.splitlines()) <= 200
+    assert TESTED[path.stem] in commands
+    assert commands[0] == f"python recipes/{path.name} --tiny"
+    assert all(f"recipes/{path.name} " in command for command in commands)
+    if path.stem != "own_documents":  # which trains nothing
+        assert "To begin with on one 24 GB GPU (not measured here)" in docstring
+
+
+def test_every_recipe_is_tested():
+    assert sorted(TESTED) == [path.stem for path in FILES]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_options_in_a_docstring_are_options_of_the_recipe(path):
+    tree = ast.parse(path.read_text())
+    knobs = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Knobs")
+    known = {node.target.id for node in knobs.body if isinstance(node, ast.AnnAssign)}
+    docstring = ast.get_docstring(tree)
+    others = {"nproc_per_node", "num_processes"}
+    if path.stem in ("mine_hard_negatives", "own_documents"):  # they name the next recipe's
+        others |= {"train", "negatives", "data"}
+    assert set(re.findall(r"--(\w+)", docstring)) <= known | others
+
+
+def test_make_recipes_runs_all_of_them():
+    makefile = (RECIPES.parent / "Makefile").read_text()
+    for path in FILES:
+        assert f"recipes/{path.name} --tiny" in makefile
+
+
+# ------------------------------------------------------------------------------------------------ what they do
+
+
+@pytest.fixture(scope="module")
+def mined(tmp_path_factory):
+    """A folder in which negatives have been mined: (folder, what was printed, record)."""
+    folder = tmp_path_factory.mktemp("mined")
+    return folder, *run("mine_hard_negatives", cwd=folder)
+
+
+def test_mining_writes_what_the_others_train_on(mined):
+    folder, printed, record = mined
+    examples = read_training_data(folder / "hard.jsonl")
+    counts = record["mined"]
+    assert counts["examples"] == len(examples) > 100
+    assert counts["negatives"] == sum(len(e.negatives) for e in examples) > counts["examples"]
+    assert counts["candidates"] == counts["negatives"] + sum(counts["dropped"].values())
+    assert "dropped: too-close" in printed
+    assert printed.count("\nquery     ") == 3
+
+
+def history_of(folder):
+    return [json.loads(line) for line in (folder / "fullrank/history.jsonl").read_text().splitlines()]
+
+
+def test_lora_with_mined_negatives_keeps_the_best_and_resumes(mined, tmp_path):
+    data = ["--train", mined[0] / "hard.jsonl", "--negatives", 1, "--mini_batch", 4]
+    printed, record = run("lora_sentence_transformers", *data, cwd=tmp_path)
+    checked_record(record)
+    run_folder = tmp_path / "runs/lora"
+    history = history_of(run_folder)
+    assert [line["step"] for line in history] == [0, 3, 6]
+    best = max(history, key=lambda line: (line["score"], -line["step"]))
+    assert f"Adapter: runs/lora/fullrank/best/step-{best['step']}\n" in printed
+    assert record["best"] == best["metrics"]
+    assert (run_folder / f"fullrank/best/step-{best['step']}/adapter_model.safetensors").is_file()
+
+    (run_folder / "checkpoint-6").rename(tmp_path / "lost")
+    _, again = run("lora_sentence_transformers", *data, "--resume", cwd=tmp_path)
+    assert not (run_folder / "fullrank.1").exists()  # it went on, and did not begin anew
+    resumed = history_of(run_folder)
+    assert [line["step"] for line in resumed] == [0, 3, 6]
+    assert resumed[:2] == history[:2]
+    assert resumed[2]["metrics"] == history[2]["metrics"]
+    assert again["best"] == record["best"]
+
+
+def test_a_decoder_is_trained_saved_as_an_adapter_merged_and_scored_again(tmp_path):
+    printed, record = run("lora_decoder_hf_trainer", "--padding", "right", cwd=tmp_path)
+    checked_record(record)
+    folder = Path(re.search(r"^Adapter: (.*)$", printed, re.MULTILINE)[1])
+    assert folder.name != "step-0"  # it learned something, so that there is something to merge
+    assert (tmp_path / folder / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / folder / "model.safetensors").exists()
+    for metric, value in record["merged"].items():
+        assert value == pytest.approx(record["best"][metric], abs=0.03)
+    assert "points by merging" in printed
+    assert (tmp_path / "runs/decoder/merged/model.safetensors").is_file()
+    assert [line["step"] for line in history_of(tmp_path / "runs/decoder")] == [0, 20, 40, 60]
+
+
+def test_two_processes_share_the_evaluation_of_a_bare_loop(tmp_path, mined):
+    printed, record = run("accelerate_loop", cwd=tmp_path)
+    checked_record(record)
+    assert record["processes"] == 2
+    assert printed.count("step 0/4") == 1  # the main process alone speaks
+    found = re.search(r"^Best: step (\d), (.*)$", printed, re.MULTILINE)
+    kept = Result.load(tmp_path / found[2] / "result.json")
+    assert kept.metrics == record["best"]
+
+
+def test_documents_become_golden_sets_with_real_questions_apart(tmp_path):
+    pytest.importorskip("semantic_text_splitter")
+    (tmp_path / "none.jsonl").write_text(
+        '{"id": "u1", "query": "who won the cup", "relevant": [], "type": "unanswerable"}\n'
+        '{"id": "u2", "query": "", "relevant": [], "type": "unanswerable"}\n'
+    )
+    _, record = run("own_documents", "--unanswerable", tmp_path / "none.jsonl", cwd=tmp_path)
+    folder = tmp_path / "runs/documents"
+    synthetic, real = load_golden(folder / "synthetic.jsonl"), load_golden(folder / "real.jsonl")
+    pairs = read_training_data(folder / "train.jsonl")
+    assert set(synthetic.groups.values()) == {"heading", "unanswerable"}
+    assert set(real.groups.values()) == {"real"}
+    assert len(synthetic.queries) - synthetic.n_answerable == 1  # the empty row of the form is none
+    assert record["pairs"] == len(pairs) > 50
+    assert not {pair.query for pair in pairs} & set(synthetic.query_texts)
+    tested = {doc_id.partition("#")[0] for grades in synthetic.qrels.values() for doc_id in grades}
+    trained = {
+        doc_id.partition("#")[0] for doc_id, text in synthetic.corpus.items() if text in {p.positive for p in pairs}
+    }
+    assert tested
+    assert trained - tested == trained
+    assert record["synthetic"]["groups"]["heading"]["n"] == synthetic.n_answerable
+    assert record["real"]["counts"]["n_unanswerable"] == 1
+    rows = (folder / "unanswerable.todo.jsonl").read_text().splitlines()
+    assert 0.1 <= len(rows) / (len(rows) + synthetic.n_answerable) <= 0.2
