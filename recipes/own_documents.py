@@ -130,6 +130,10 @@ def main(knobs: Knobs) -> None:
     ]
     synthetic += unanswerable(knobs, len(synthetic))
     pairs = [(query, chunks[answers[0]]) for section, query, answers in queries if section.document not in tested]
+    seen = {normalise(text) for section in sections if section.document in tested for text in section.chunks.values()}
+    fit = [pair for pair in pairs if normalise(pair[1]) not in seen]  # the same text stands in a held-out document
+    print(f"{len(pairs) - len(fit)} training pairs left out: a held-out document has their text")
+    pairs = fit
     write_training_data(out / "train.jsonl", [TrainingExample(*pair) for pair in pairs])
     write_lines(out / "synthetic.jsonl", synthetic)
     if knobs.queries:

