@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig, HfArgumentParser, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from fullrank import Backbone, RetrievalCallback, TrainingExample, evaluate, load_golden, read_training_data
+from fullrank import Backbone, Guard, RetrievalCallback, TrainingExample, evaluate, load_golden, read_training_data
 from fullrank.codesearch import standard_library_task
 from fullrank.decoders import end_every_text, tiny_decoder
 from fullrank.encode import pool
@@ -45,6 +45,7 @@ class Knobs:
     train: str | None = HfArg(default=None, help="training data, see mine_hard_negatives.py")
     output: str = HfArg(default="runs/decoder", help="folder of the run")
     instruction: str = "Instruct: Given a search query, retrieve passages that answer it\nQuery: "
+    guard: str | None = HfArg(default=None, help="general golden set that must not get worse by over 2 points")
     select: str = HfArg(default="recall@1", help="metric that chooses")
     negatives: int = HfArg(default=0, help="K hard negatives a query")
     temperature: float = 0.05
@@ -65,16 +66,8 @@ class Knobs:
     json: str | None = HfArg(default=None, help="write cost and gain there")
 
 
-TINY = {
-    "steps": 60,
-    "every": 20,
-    "batch": 8,
-    "negatives": 1,
-    "max_tokens": 32,
-    "rate": 3e-3,
-    "select": "ndcg@10",
-    "checkpointing": True,
-}
+TINY = {"steps": 60, "every": 20, "batch": 8, "negatives": 1, "max_tokens": 32, "rate": 3e-3}
+TINY |= {"checkpointing": True, "select": "ndcg@10"}
 
 
 class BiEncoder(nn.Module):
@@ -175,16 +168,23 @@ def main(knobs: Knobs) -> None:
     rows = list(zip(*training_columns(examples, negatives=knobs.negatives).values(), strict=True))
     trainer = AdapterTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collator(tokenizer, knobs))
     callback = RetrievalCallback(
-        golden, select=knobs.select, every=knobs.every, patience=knobs.patience, encoder=encoder(model.backbone)
+        golden,
+        select=knobs.select,
+        every=knobs.every,
+        patience=knobs.patience,
+        guards=[Guard(load_golden(knobs.guard), metric="ndcg@10", max_drop=0.02)] if knobs.guard else [],
+        encoder=encoder(model.backbone),
     ).attach(trainer)
     trainer.train()
+    if not trainer.is_world_process_zero():
+        return
     base, best = callback.base_result, callback.best_result
     print(comparison_table(base, best, title=f"{golden.name}, full corpus"))
     print(f"Adapter: {callback.best.path}")
-
     fresh = AutoModel.from_pretrained(knobs.model, dtype=torch.bfloat16 if knobs.bf16 else torch.float32)
     merged = PeftModel.from_pretrained(fresh, callback.best.path).merge_and_unload().to(arguments.device)
-    again = evaluate(encoder(merged), golden, metrics=list(best.metrics), precision="bf16" if knobs.bf16 else None)
+    precision = "bf16" if knobs.bf16 else None
+    again = evaluate(encoder(merged), golden, metrics=list(best.metrics), precision=precision, distributed=False)
     for part in (merged, tokenizer):
         part.save_pretrained(folder := Path(knobs.output) / "merged")
     delta = again[knobs.select] - best[knobs.select]

@@ -27,7 +27,7 @@ from sentence_transformers.sentence_transformer.losses import (
 from transformers import HfArgumentParser, set_seed
 from transformers.hf_argparser import HfArg
 
-from fullrank import RetrievalCallback, TrainingExample, load_golden, read_training_data
+from fullrank import Guard, RetrievalCallback, TrainingExample, load_golden, read_training_data
 from fullrank.codesearch import standard_library_task
 from fullrank.demo import packaged_model
 from fullrank.models import load_sentence_transformer
@@ -45,6 +45,7 @@ class Knobs:
     split: str = HfArg(default="dev", help="of the golden set")
     train: str | None = HfArg(default=None, help="training data")
     output: str = HfArg(default="runs/lora", help="folder of the run")
+    guard: str | None = HfArg(default=None, help="general golden set that must not get worse by over 2 points")
     select: str = HfArg(default="recall@1", help="metric that chooses")
     negatives: int = HfArg(default=0, help="hard negatives a row")
     batch: int = 32
@@ -127,8 +128,11 @@ def main(knobs: Knobs) -> None:
         select=knobs.select,
         every=knobs.every,
         patience=knobs.patience,
+        guards=[Guard(load_golden(knobs.guard), metric="ndcg@10", max_drop=0.02)] if knobs.guard else [],
     ).attach(trainer)
     trainer.train(resume_from_checkpoint=knobs.resume or None)
+    if not trainer.is_world_process_zero():
+        return
     print(comparison_table(callback.base_result, callback.best_result, title=f"{golden.name}, full corpus"))
     print(f"Adapter: {callback.best.path}")
     print(f"Curves:  tensorboard --logdir {knobs.output}")

@@ -24,6 +24,14 @@ TESTED = {
 }
 
 
+GENERAL = [
+    {"_id": str(i), "title": f"what is {word}", "text": f"{word} is {what}"}
+    for i, (word, what) in enumerate(
+        [("a cat", "an animal"), ("Paris", "a city"), ("gold", "a metal"), ("tea", "a drink"), ("rain", "water")]
+    )
+]
+
+
 def run(name, *options, cwd):
     """Runs the command of a recipe in ``cwd``; returns what it printed and the record that it wrote."""
     if not (cwd / "recipes").exists():
@@ -116,7 +124,14 @@ def history_of(folder):
 
 
 def test_lora_with_mined_negatives_keeps_the_best_and_resumes(mined, tmp_path):
-    data = ["--train", mined[0] / "hard.jsonl", "--negatives", 1, "--mini_batch", 4]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GENERAL))
+    (tmp_path / "general.jsonl").write_text(
+        "".join(
+            json.dumps({"id": f"q{row['_id']}", "query": row["title"], "relevant": [row["_id"]]}) + "\n"
+            for row in GENERAL
+        )
+    )
+    data = ["--train", mined[0] / "hard.jsonl", "--negatives", 1, "--mini_batch", 4, "--guard", "general.jsonl"]
     printed, record = run("lora_sentence_transformers", *data, cwd=tmp_path)
     checked_record(record)
     run_folder = tmp_path / "runs/lora"
@@ -125,6 +140,7 @@ def test_lora_with_mined_negatives_keeps_the_best_and_resumes(mined, tmp_path):
     best = max(history, key=lambda line: (line["score"], -line["step"]))
     assert f"Adapter: runs/lora/fullrank/best/step-{best['step']}\n" in printed
     assert record["best"] == best["metrics"]
+    assert all(any("general" in name for name in line["metrics"]) for line in history)
     assert (run_folder / f"fullrank/best/step-{best['step']}/adapter_model.safetensors").is_file()
 
     (run_folder / "checkpoint-6").rename(tmp_path / "lost")

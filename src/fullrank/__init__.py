@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from fullrank.in_batch import in_batch_metrics as in_batch_metrics
     from fullrank.loaders import load_golden as load_golden
     from fullrank.metrics import Metric as Metric
+    from fullrank.mine import mine_negatives as mine_negatives
     from fullrank.mteb_io import mteb_task as mteb_task
     from fullrank.mteb_io import to_mteb as to_mteb
     from fullrank.page import write_report as write_report
-    from fullrank.mine import mine_negatives as mine_negatives
     from fullrank.result import Finding as Finding
     from fullrank.result import Result as Result
     from fullrank.run import evaluate_run as evaluate_run
