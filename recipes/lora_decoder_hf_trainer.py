@@ -163,7 +163,7 @@ def main(knobs: Knobs) -> None:
         dataloader_drop_last=True,
         report_to=["tensorboard"],
         seed=knobs.seed,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),  # without it, processes on CPUs train apart
     )
     rows = list(zip(*training_columns(examples, negatives=knobs.negatives).values(), strict=True))
     trainer = AdapterTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collator(tokenizer, knobs))

@@ -115,7 +115,7 @@ def main(knobs: Knobs) -> None:
         save_total_limit=2,
         report_to=["tensorboard"],
         seed=knobs.seed,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),  # without it, processes on CPUs train apart
     )
     trainer = SentenceTransformerTrainer(
         model=model,

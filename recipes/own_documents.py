@@ -141,6 +141,7 @@ def main(knobs: Knobs) -> None:
     print(f"{len(documents)} documents, {len(chunks)} chunks, {len(pairs)} training pairs")
 
     model = load_sentence_transformer(knobs.model or str(packaged_model()))
+    model.max_seq_length = 64 if knobs.tiny else model.max_seq_length
     record = {"settings": asdict(knobs), "chunks": len(chunks), "pairs": len(pairs)}
     for name in ("synthetic", "real") if knobs.queries else ("synthetic",):  # never in one mean
         golden = load_golden(out / f"{name}.jsonl")

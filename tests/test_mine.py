@@ -273,6 +273,19 @@ def test_the_table_says_how_many_were_dropped_and_why(run_main, model_folder):
     assert {e.negatives for e in read_training_data("none.jsonl")} == {()}
 
 
+def test_the_training_split_of_a_golden_set_is_mined(run_main, model_folder, tiny_golden):
+    Path("qrels").mkdir()
+    rows = [f"{q}\t{d}\t1\n" for q, grades in tiny_golden.qrels.items() for d in grades]
+    Path("qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(rows))
+    Path("queries.jsonl").write_text(
+        "".join(json.dumps({"_id": q, "text": text}) + "\n" for q, text in tiny_golden.queries.items())
+    )
+    code, out, err = run_main(model_folder, "--data", ".", "--out", "hard.csv.jsonl", "--any-score", "--json")
+    assert code == 0, err
+    assert json.loads(out)["negatives"] == 15 * 5
+    assert {e.query for e in read_training_data("hard.csv.jsonl")} == set(tiny_golden.query_texts)
+
+
 def test_wrong_input_is_one_clear_error(run_main, model_folder):
     for arguments, text in (
         (["--out", "x.jsonl"], "give either --data"),
