@@ -98,6 +98,23 @@ def test_make_recipes_runs_all_of_them():
         assert f"recipes/{path.name} --tiny" in makefile
 
 
+RUNS = sorted((RECIPES.parent / "results").glob("recipe_*.json"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_the_readme_says_what_the_runs_measured(path):
+    readme, record = (RECIPES.parent / "README.md").read_text(), json.loads(path.read_text())
+    wanted = [f"{record['seconds']:.0f} s", f"{record['peak_memory_mib']['host']:,} MiB"]
+    if "mined" in record:
+        wanted += [f"{record['mined']['negatives']:,} negatives for {record['mined']['examples']:,} pairs"]
+    else:
+        base, best = (record[side][record["metric"]] for side in ("base", "best"))
+        wanted += [f"{base:.4f} → {best:.4f}", f"{100 * record['delta']:+.2f} ["]
+        checked_record(record)
+    assert not record["settings"]["tiny"]
+    assert any(all(text in part for text in wanted) for part in re.split(r"\n(?=\||`)", readme)), wanted
+
+
 # ------------------------------------------------------------------------------------------------ what they do
 
 
