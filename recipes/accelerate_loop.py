@@ -71,6 +71,8 @@ class BiEncoder(nn.Module):
 
 def task(knobs: Knobs):
     """Returns the golden set and the training pairs."""
+    if knobs.data and not knobs.train:
+        raise SystemExit("--data says what to measure by; give --train as well")
     golden = load_golden(knobs.data, knobs.split) if knobs.data else None
     pairs = [example.pair for example in read_training_data(knobs.train)] if knobs.train else None
     if golden is None or pairs is None:

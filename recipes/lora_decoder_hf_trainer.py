@@ -5,8 +5,8 @@
 
 The embedding is the last token's hidden state; the end-of-text token stands there, whichever side is padded. Queries
 carry an instruction, documents do not. The loss is InfoNCE over [B, B * (1 + K)] scores: the positive of query i is
-column i * (1 + K), its K hard negatives follow, and all documents of the other queries are negatives as well. At the
-end the adapter is merged into a fresh base model, which is scored again: that number is the one to deploy by.
+column i * (1 + K), its K hard negatives follow, and the documents of other queries are negatives too. At the end the
+adapter is merged into a fresh base model, which is scored again: that number is the one to deploy by.
 
 To begin with on one 24 GB GPU (not measured here):
     0.6B: --bf16 --batch 64 --negatives 3 --checkpointing --max_tokens 256
@@ -66,8 +66,7 @@ class Knobs:
     json: str | None = HfArg(default=None, help="write cost and gain there")
 
 
-TINY = {"steps": 60, "every": 20, "batch": 8, "negatives": 1, "max_tokens": 32, "rate": 3e-3}
-TINY |= {"checkpointing": True, "select": "ndcg@10"}
+TINY = {"steps": 60, "every": 20, "batch": 8, "negatives": 1, "max_tokens": 32, "rate": 3e-3, "select": "ndcg@10"}
 
 
 class BiEncoder(nn.Module):
@@ -121,8 +120,7 @@ def adapted(knobs: Knobs):
     if knobs.four_bit:  # bitsandbytes must be installed
         small = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     base = AutoModel.from_pretrained(knobs.model, use_safetensors=True, dtype=dtype, quantization_config=small)
-    if knobs.four_bit:
-        base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False) if small else base
     if knobs.checkpointing:
         base.activation_checkpointing_enable({"use_reentrant": False})
         base.config.use_cache = False
@@ -131,6 +129,8 @@ def adapted(knobs: Knobs):
 
 def task(knobs: Knobs):
     """Returns the golden set and the training examples."""
+    if knobs.data and not knobs.train:
+        raise SystemExit("--data says what to measure by; give --train as well")
     sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
     built_in = standard_library_task(**sizes)
     others = [(source,) for _, source in built_in.pairs]  # in place of mined negatives: for a try-out only
@@ -183,15 +183,15 @@ def main(knobs: Knobs) -> None:
     print(f"Adapter: {callback.best.path}")
     fresh = AutoModel.from_pretrained(knobs.model, dtype=torch.bfloat16 if knobs.bf16 else torch.float32)
     merged = PeftModel.from_pretrained(fresh, callback.best.path).merge_and_unload().to(arguments.device)
-    precision = "bf16" if knobs.bf16 else None
-    again = evaluate(encoder(merged), golden, metrics=list(best.metrics), precision=precision, distributed=False)
+    options = {"precision": "bf16" if knobs.bf16 else None, "distributed": False}
+    again = evaluate(encoder(merged), golden, metrics=list(best.metrics), **options)
     for part in (merged, tokenizer):
         part.save_pretrained(folder := Path(knobs.output) / "merged")
-    delta = again[knobs.select] - best[knobs.select]
-    print(f"Merged:  {folder}, {knobs.select} {again[knobs.select]:.4f}, {100 * delta:+.2f} points by merging")
+    after, before = again[knobs.select], best[knobs.select]
+    print(f"Merged:  {folder}, {knobs.select} {after:.4f}, {100 * (after - before):+.2f} points by merging")
     if knobs.json:
-        seconds = time.perf_counter() - start
-        record = run_record(base, best, metric=knobs.select, seconds=seconds, settings=asdict(knobs))
+        cost = {"seconds": time.perf_counter() - start, "settings": asdict(knobs)}
+        record = run_record(base, best, metric=knobs.select, **cost)
         write_record(knobs.json, record | {"merged": again.metrics})
 
 

@@ -69,6 +69,8 @@ TINY = {"steps": 6, "every": 3, "batch": 8, "max_tokens": 32}
 
 def task(knobs: Knobs):
     """Returns the golden set and the training examples."""
+    if knobs.data and not knobs.train:
+        raise SystemExit("--data says what to measure by; give --train as well")
     golden = load_golden(knobs.data, knobs.split) if knobs.data else None
     examples = read_training_data(knobs.train) if knobs.train else None
     if golden is None or examples is None:

@@ -1,6 +1,7 @@
 """The recipes as a user starts them: the commands of their docstrings, in real processes, on tiny settings."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -92,6 +93,16 @@ def test_options_in_a_docstring_are_options_of_the_recipe(path):
     assert set(re.findall(r"--(\w+)", docstring)) <= known | others
 
 
+@pytest.mark.parametrize("name", ["lora_sentence_transformers", "lora_decoder_hf_trainer", "accelerate_loop"])
+def test_a_golden_set_without_training_data_does_not_train_on_the_built_in_task(name):
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
+    recipe = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = recipe  # dataclasses look their module up
+    spec.loader.exec_module(recipe)
+    with pytest.raises(SystemExit, match="give --train as well"):
+        recipe.task(recipe.Knobs(data="beir/mine"))
+
+
 def test_make_recipes_runs_all_of_them():
     makefile = (RECIPES.parent / "Makefile").read_text()
     for path in FILES:
@@ -171,7 +182,7 @@ def test_lora_with_mined_negatives_keeps_the_best_and_resumes(mined, tmp_path):
 
 
 def test_a_decoder_is_trained_saved_as_an_adapter_merged_and_scored_again(tmp_path):
-    printed, record = run("lora_decoder_hf_trainer", "--padding", "right", cwd=tmp_path)
+    printed, record = run("lora_decoder_hf_trainer", "--padding", "right", "--checkpointing", cwd=tmp_path)
     checked_record(record)
     folder = Path(re.search(r"^Adapter: (.*)$", printed, re.MULTILINE)[1])
     assert folder.name != "step-0"  # it learned something, so that there is something to merge
