@@ -24,7 +24,7 @@ demo: install
 	$(BIN)/fullrank demo --out runs/demo
 
 recipes: install
-	mkdir -p runs/recipes
+	rm -rf runs/recipes && mkdir -p runs/recipes
 	cd runs/recipes && ln -sfn ../../recipes recipes
 	cd runs/recipes && ../../$(BIN)/python recipes/mine_hard_negatives.py --tiny
 	cd runs/recipes && ../../$(BIN)/python recipes/lora_sentence_transformers.py --tiny

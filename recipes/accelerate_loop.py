@@ -90,6 +90,8 @@ def endless(batches):
 
 def main(knobs: Knobs) -> None:
     start = time.perf_counter()
+    if (Path(knobs.output) / "best").exists():
+        raise SystemExit(f"{knobs.output} holds an earlier run; give another --output")
     # A BERT has a pooler of its own that no embedding goes through, and DDP waits for its gradients.
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=knobs.tiny, kwargs_handlers=[unused])
