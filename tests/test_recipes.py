@@ -195,7 +195,7 @@ def test_a_decoder_is_trained_saved_as_an_adapter_merged_and_scored_again(tmp_pa
     assert [line["step"] for line in history_of(tmp_path / "runs/decoder")] == [0, 20, 40, 60]
 
 
-def test_two_processes_share_the_evaluation_of_a_bare_loop(tmp_path, mined):
+def test_two_processes_share_the_evaluation_of_a_bare_loop(tmp_path):
     printed, record = run("accelerate_loop", cwd=tmp_path)
     checked_record(record)
     assert record["processes"] == 2
