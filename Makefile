@@ -44,6 +44,14 @@ types: install
 unit: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+# The oldest transformers and sentence-transformers of pyproject.toml, laid over the others: what trains and encodes.
+test-lowest: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .lowest \
+	  transformers==5.18.0 sentence-transformers==6.0.0
+	PYTHONPATH=.lowest $(BIN)/python -m pytest -n 2 -k "not scifact" tests/test_encode.py tests/test_evaluate.py \
+	  tests/test_callback.py tests/test_keeper.py tests/test_resume.py tests/test_ecosystem.py tests/test_unison.py \
+	  tests/test_taps.py tests/test_select.py
+
 # Each measures itself and its peers in one run and writes results/*.json: under 10 minutes on a quiet machine.
 bench: install
 	$(BIN)/python scripts/bench_search.py
