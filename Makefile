@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo recipes test lint types unit bench clean
+.PHONY: install demo recipes test test-lowest lint types unit bench clean
 
 install: $(STAMP)
 

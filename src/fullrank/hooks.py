@@ -1,7 +1,7 @@
 """The seams of a Hugging Face trainer: what a callback cannot reach by itself.
 
 Promise: only the given trainer instance is touched, never a class; without a trainer the callback still works, with
-less reach. Facts about transformers are those of release 5.23 and later.
+less reach. Facts about transformers are those of release 5.18 and later.
 """
 
 import inspect
