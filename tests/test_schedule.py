@@ -37,9 +37,9 @@ def test_the_share_and_the_interval_that_would_be_affordable():
     # 11 evaluations of 40 s are 440 s; 1,000 steps of 0.5 s are 500 s; 440 / 940 = 46.8 %.
     assert COST.share(0.5, 1000) == pytest.approx(440 / 940)
     # N steps of 0.5 s and an evaluation: 40 / (40 + 0.5 N) <= 0.2, so N >= 320.
-    assert COST.affordable_every(0.5, share=0.2) == 320
-    assert COST.affordable_every(0.5, share=0.5) == 80
-    assert COST.affordable_every(1e6, share=0.2) == 1
+    assert COST.affordable_every(0.5, 1000, share=0.2) == 320
+    assert COST.affordable_every(0.5, 1000, share=0.5) == 80
+    assert COST.affordable_every(1e6, 1000, share=0.2) == 1
 
 
 def test_the_remedy_names_the_interval_only_where_evaluations_are_dear():

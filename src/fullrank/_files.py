@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+from fullrank._errors import SettingError
+
+__all__ = ["refuse_unwritable", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> Path:
@@ -20,3 +22,13 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     return target
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises `SettingError` where a file cannot be written, before anything is spent."""
+    if path.is_dir():
+        raise SettingError(f"{path} is a folder; give the name of a file")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        why = "is a file" if not above.is_dir() else "may not be written to"
+        raise SettingError(f"{path} cannot be written: {above} {why}")

@@ -4,20 +4,21 @@ Promise: on the console where somebody watches, else in the log; nothing is said
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from fullrank.data import GoldenSet
 from fullrank.metrics import Metric
-from fullrank.report import evaluation_line, say, tensorboard_layout, worst_text
+from fullrank.report import evaluation_line, say, tensorboard_layout, tensorboard_scalars, worst_text
 from fullrank.result import Finding, Result
 
-__all__ = ["Announcer"]
+__all__ = ["Announcer", "Level"]
 
 logger = logging.getLogger(__name__)
 
 Level = Literal["info", "warning", "error"]
 WORST_QUERIES = 10
+THROUGHPUT = ("eval/documents_per_second", "eval/queries_per_second")
 
 
 class Announcer:
@@ -39,6 +40,20 @@ class Announcer:
         self._line: tuple[int, Result, bool] | None = None
         self._said: set[str] = set()
 
+    def measured(self, step: int, result: Result, *, tag: str, floors: Mapping[str, float]) -> None:
+        """Gives TensorBoard what goes with the metrics of an evaluation: interval, throughput, floors of guards.
+
+        Args:
+            step: of training.
+            result: on the set that chooses.
+            tag: of the value that is shown.
+            floors: by the tag of the guard.
+        """
+        if (writer := self.writer()) is not None:
+            scalars = tensorboard_scalars(result, str(self.metric), tag=tag)
+            for name, value in (scalars | {f"{guard}_floor": floor for guard, floor in floors.items()}).items():
+                writer.add_scalar(name, value, step)
+
     def hold(self, step: int, result: Result, *, is_best: bool) -> None:
         """Takes the line of an evaluation, to be shown with the loss line of its step."""
         self._line = (step, result, is_best)
@@ -54,10 +69,17 @@ class Announcer:
             corpus = dict(zip(self.golden.doc_ids, self.golden.doc_texts, strict=True))
             writer.add_text("worst queries", worst_text(result.worst(WORST_QUERIES, self.metric), corpus), step)
 
-    def add_layout(self, names: Iterable[str]) -> None:
-        """Gives TensorBoard the view with loss, in-batch and full-corpus curves; ``names`` as they are logged."""
+    def add_layout(self, tags: Sequence[str], *, shown: str, pooled: bool, guards: Sequence[str]) -> None:
+        """Gives TensorBoard the view with loss, in-batch and full-corpus curves.
+
+        Args:
+            tags: of the metrics.
+            shown: that of them which chooses, drawn with its interval unless it is ``pooled``.
+            guards: their tags.
+        """
         if (writer := self.writer()) is not None:
-            writer.add_custom_scalars(tensorboard_layout([f"eval/{name.removeprefix('eval_')}" for name in names]))
+            layout = tensorboard_layout(tags, intervals=[] if pooled else [shown], guards=guards, throughput=THROUGHPUT)
+            writer.add_custom_scalars(layout)
 
     def tell(self, level: Level, text: str) -> None:
         """Says something; without a console only what needs attention goes to the log."""

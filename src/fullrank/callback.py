@@ -5,8 +5,8 @@ evaluation changes nothing in the run; a failed evaluation is failed, never 0 an
 """
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,21 +16,23 @@ from transformers import TrainerCallback
 from fullrank._errors import SettingError
 from fullrank.adviser import Adviser
 from fullrank.announce import Announcer
-from fullrank.beginning import begin
+from fullrank.beginning import begin, look_before, names_to_log
 from fullrank.checkpoints import Evaluation
 from fullrank.comparison import Comparison
+from fullrank.costing import cost, estimate
 from fullrank.data import GoldenSet
 from fullrank.encode import Encoder, Precision
-from fullrank.ending import Ending, conclude
-from fullrank.guards import CollapseThresholds, Guard, passed_over
-from fullrank.hooks import TrainerLink, foreign_checkpoints, refuse_sharded, refuse_unfit_arguments
+from fullrank.ending import Ending, conclude, last_logs, words, write_page
+from fullrank.guards import CollapseThresholds, Guard
+from fullrank.hooks import TrainerLink, foreign_checkpoints, refuse_sharded, refuse_unfit_arguments, schedule_of, tag_of
 from fullrank.in_batch import InBatchMonitor
 from fullrank.metrics import Metric, TieRule
-from fullrank.objective import collapse_names, log_names
+from fullrank.objective import log_name, pool_name
 from fullrank.options import Options
-from fullrank.report import confirmation, verdict
+from fullrank.pooling import pooled_sets
+from fullrank.prompting import prompts_text
 from fullrank.result import Result
-from fullrank.schedule import Schedule, StepClock, cost_line, cost_remedy
+from fullrank.schedule import StepClock, cost_line, cost_remedy
 from fullrank.session import Session
 from fullrank.settings import DEFAULT_METRICS
 from fullrank.store import Stored
@@ -66,6 +68,13 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         precision: of encoding; ``"auto"`` follows the training run.
         batch_tokens: padded tokens of one batch of encoding.
         collapse: from where on embeddings count as collapsing.
+        pool: documents that evaluations rank where the corpus is larger: the judged ones, hard competitors and a fixed
+            sample. Values on it are upper bounds, logged as ``eval_<metric>_pool``; the base model and what is kept are
+            scored on the whole corpus, and that decides at the end.
+        train_texts: texts, or (query, positive) pairs, that must not hold texts of the golden sets; default: the
+            trainer's dataset, where attached. ``()`` looks at nothing.
+        strict: makes an error of what is found there.
+        report: write ``fullrank/report.html`` at the end, or the file that is named.
         verbose: print a line for each evaluation; default: unless ``disable_tqdm`` is set.
 
     Attributes:
@@ -98,6 +107,10 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         precision: Precision | Literal["auto"] | None = "auto",
         batch_tokens: int | None = None,
         collapse: CollapseThresholds | None = None,
+        pool: int | None = None,
+        train_texts: Iterable[Any] | None = None,
+        strict: bool = False,
+        report: bool | str | PathLike[str] = False,
         verbose: bool | None = None,
     ) -> None:
         self.options = Options.checked(
@@ -115,6 +128,10 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             precision=precision,
             batch_tokens=batch_tokens,
             collapse=collapse,
+            pool=pool,
+            train_texts=train_texts,
+            strict=strict,
+            report=report,
             verbose=verbose,
         )
         self.monitor = InBatchMonitor()
@@ -172,32 +189,30 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         model, options = kwargs["model"], self.options
         refuse_shadowed_adapter(model)
         refuse_sharded(args, self.link.trainer)
-        nothing = {name: dict.fromkeys(map(str, self.options.metrics), 0.0) for name in self.options.golden}
-        self._names = list(log_names(nothing, self.options.objective, 0.0))
+        pooled, (set_name, metric) = pooled_sets(options.golden, options.pool), options.objective.leading
+        self._names, self._is_pooled = names_to_log(options, pooled), set_name in pooled
+        several = len(options.golden) > 1
+        self._shown = tag_of(log_name(set_name, pool_name(str(metric), self._is_pooled), several=several))
         refuse_unfit_arguments(args, self._names)
         if self.link.trainer is None:
             logger.warning(
                 "RetrievalCallback was given through callbacks=[...]: it cannot reach the trackers, the loss or "
                 "callbacks before it. Use RetrievalCallback(...).attach(trainer) for those"
             )
-        by_steps = str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps"
-        self._schedule = Schedule.of(
-            self.options.every,
-            eval_steps=int(state.eval_steps) if by_steps else None,
-            max_steps=state.max_steps,
-            epochs=max(1, math.ceil(state.num_train_epochs or 1)),
-        )
+        self._schedule = schedule_of(args, state, options.every)
         writes = bool(state.is_world_process_zero)
-        speaks = writes and (not args.disable_tqdm if self.options.verbose is None else self.options.verbose)
-        set_name, metric = self.options.objective.leading
+        speaks = writes and (not args.disable_tqdm if options.verbose is None else options.verbose)
         self._announcer = Announcer(
-            self.options.golden[set_name], metric, speaks=speaks, writes=writes, writer=lambda: self.link.writer
+            options.golden[set_name], metric, speaks=speaks, writes=writes, writer=lambda: self.link.writer
         )
         if state.global_step == 0 and (finding := foreign_checkpoints(args)):
             logger.warning("%s", finding)
-        for finding in options.findings:
-            self._announcer.once(finding)
-        self._session = begin(self.options, self.link, model, args, step=state.global_step, writes=writes)
+        step = state.global_step
+        self._session = begin(options, self.link, model, args, step=step, writes=writes, speaks=speaks)
+        if (text := prompts_text(self._session.encoder)) is not None:
+            self._announcer.tell("info", text)
+        for finding in look_before(options, self.link, self._session):
+            self._announcer.tell(finding.severity, str(finding))
         self._adviser = Adviser(metric, warmup_steps=args.get_warmup_steps(state.max_steps))
         self._clock, self._injected_at = StepClock(), -1
         self._values: dict[str, float] = {}
@@ -207,7 +222,8 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Evaluates the base model before the first step, and says beforehand what evaluations cost."""
         if state.global_step == 0:
-            self._announcer.add_layout(self._names)
+            tags, guards = [tag_of(name) for name in self._names], list(self._run.watch.tags.values())
+            self._announcer.add_layout(tags, shown=self._shown, pooled=self._is_pooled, guards=guards)
             self._say_cost()
             return self._evaluate(args, state, control)
         return control
@@ -265,11 +281,14 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         state.best_metric = None if best is None else best.score
         state.best_global_step = None if best is None else best.step
         state.best_model_checkpoint = None if best is None else str(best.path)
-        if ending.confirmed is not None:
-            values = {f"eval_confirm_{name}": float(value) for name, value in ending.confirmed.metrics.items()}
+        if values := last_logs(ending, self._run):
             self.link.log(values, state, control, folder=self._run.folder, writes=self._run.writes)
-            self.link.close()
-        self._tell_the_end(ending)
+        self.link.flush()
+        for level, text in words(ending, self._run):
+            self._announcer.tell(level, text)
+        if self.options.report and self._run.writes:
+            write_page(self._run, self.options.report)
+        self.link.close()
 
     # ------------------------------------------------------------------ what they share
 
@@ -280,27 +299,23 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         return self._session
 
     def _evaluate(self, args: Any, state: Any, control: Any) -> Any:
-        run = self._run
+        run, announcer = self._run, self._announcer
         if state.global_step == run.step:
             return control
         moment = run.evaluate(state.global_step, float(state.epoch or 0))
-        results, score = moment.outcome.results, moment.outcome.score
-        self._eligible = moment.look.eligible
-        if score is None:
-            self._values = {}
+        self._eligible, self._values = moment.look.eligible, run.logs(moment)
+        if moment.outcome.score is None:
             return control
-        self._values = log_names({name: r.metrics for name, r in results.items()}, self.options.objective, score)
-        values = self._values | collapse_names(results) | moment.look.logs
-        self.link.log(values, state, control, folder=run.folder, writes=run.writes)
-        self._announcer.hold(state.global_step, results[self.options.objective.leading[0]], is_best=moment.is_best)
+        result = moment.outcome.results[self.options.objective.leading[0]]
+        self.link.log(self._values, state, control, folder=run.folder, writes=run.writes)
+        announcer.measured(state.global_step, result, tag=self._shown, floors=run.watch.tagged_floors)
+        announcer.hold(state.global_step, result, is_best=moment.is_best)
         if state.global_step == 0:
-            self._announcer.release(state.max_steps)
-        advice = self._adviser.evaluation(state.global_step, results[self.options.objective.leading[0]])
-        for finding in (*moment.findings, *advice):
-            self._announcer.once(finding)
-        if moment.look.stop:
-            control.should_training_stop = True
-        if self.options.patience and run.waited(min_delta=self.options.min_delta) >= self.options.patience:
+            announcer.release(state.max_steps)
+        for finding in (*moment.findings, *self._adviser.evaluation(state.global_step, result)):
+            announcer.once(finding)
+        waited = run.waited(min_delta=self.options.min_delta)
+        if moment.look.stop or (self.options.patience and waited >= self.options.patience):
             control.should_training_stop = True
         return control
 
@@ -308,26 +323,13 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if not self._announcer.speaks:
             return
         try:
-            cost = self._run.estimate(self._schedule.evaluations)
+            expected = estimate(self._run, self._schedule.evaluations)
         except Exception:  # the evaluation that follows raises it on every rank alike
             return
-        self._announcer.tell("info", cost_line(cost))
+        self._announcer.tell("info", cost_line(expected))
 
     def _say_if_dear(self, step_seconds: float) -> None:
         """Says once, when the time of a step is known, what interval would make the evaluations affordable."""
-        cost = self._run.cost(self._schedule.evaluations)
-        if cost is not None and (text := cost_remedy(cost, self._schedule, step_seconds)):
+        measured = cost(self._run, self._schedule.evaluations)
+        if measured is not None and (text := cost_remedy(measured, self._schedule, step_seconds)):
             self._announcer.tell("warning", text)
-
-    def _tell_the_end(self, ending: Ending) -> None:
-        label, tell = self.options.objective.label, self._announcer.tell
-        step = None if ending.best is None else ending.best.step
-        if step is not None or ending.passed_over is None:
-            text = verdict(ending.comparison, improved=ending.improved, step=step, metric=label)
-            tell("error" if step is None else "info" if ending.improved else "warning", text)
-        if ending.passed_over is not None:
-            breach, score = ending.passed_over
-            tell("warning", passed_over(breach, score=score, metric=label, best=step))
-        if self.options.confirm is not None and ending.confirmed is not None:
-            metric = str(self.options.objective.leading[1])
-            tell("info", confirmation(self.options.confirm.name, metric, ending.confirmed, ending.confirmation))

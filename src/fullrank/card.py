@@ -37,6 +37,7 @@ def card_section(
     base: Result | None = None,
     chosen_by: str | None = None,
     confirmed: tuple[str, Result, Result | None] | None = None,
+    among: str = "the run's evaluations",
     folder: str = ".",
 ) -> str:
     """Returns the section of a card that says how the model was chosen.
@@ -49,6 +50,7 @@ def card_section(
         base: result of the base model on that set.
         chosen_by: the objective, where it is more than ``metric``.
         confirmed: the second golden set, the chosen model's result on it and the base model's.
+        among: which scores it is the highest of.
         folder: of the model, for the command.
     """
     n = result.counts
@@ -56,9 +58,9 @@ def card_section(
     lines = [
         "## Chosen by full-corpus retrieval",
         "",
-        f"Step {step} had the highest {_code(chosen_by or metric)} of the run's evaluations on the golden set "
-        f"{_code(golden)}: {n.get('n_scored', len(result.query_ids)):,} held-out queries, each ranked against all "
-        f"{n.get('n_documents', 0):,} documents, exactly" + (f" (ties: {ties})." if ties else "."),
+        f"Step {step} had the highest {_code(chosen_by or metric)} of {among} on the golden set "
+        f"{_code(golden)}: {n.get('n_scored', len(result.query_ids)):,} held-out queries, each ranked against "
+        f"{_ranked(result)}" + (f" (ties: {ties})." if ties else "."),
         "",
         f"| | golden set | {metric} | 95 % interval |",
         "|---|---|---|---|",
@@ -96,7 +98,16 @@ def with_section(card: str, section: str) -> str:
     return f"{before.rstrip()}\n\n{BEGIN}\n{section.rstrip()}\n{END}\n{after.lstrip()}".lstrip()
 
 
+def _ranked(result: Result) -> str:
+    n = result.counts
+    if result.bound:
+        return f"a pool of {n['n_ranked']:,} of the {n['n_documents']:,} documents: upper bounds, not scores"
+    return f"all {n.get('n_documents', 0):,} documents, exactly"
+
+
 def _row(what: str, golden: str, metric: str, result: Result) -> str:
+    if result.bound:
+        return f"| {what} | {_code(golden)} | <= {result[metric]:.4f} | - |"
     low, high = result.ci(metric)
     return f"| {what} | {_code(golden)} | {result[metric]:.4f} | {low:.4f} to {high:.4f} |"
 

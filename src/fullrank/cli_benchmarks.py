@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fullrank._errors import SettingError
-from fullrank._files import write_atomically
+from fullrank._files import refuse_unwritable, write_atomically
 from fullrank.benchmarks import (
     MAX_DROP,
     Benchmark,
@@ -21,10 +21,11 @@ from fullrank.benchmarks import (
     wanted_metrics,
 )
 from fullrank.data import GoldenSet
-from fullrank.doors import progress_bars, quiet_loading, refuse_unwritable
+from fullrank.doors import quiet_loading
 from fullrank.gating import refuse_no_margin
 from fullrank.metrics import Metric
 from fullrank.mteb_io import MTEB_METRICS, to_mteb
+from fullrank.progress import progress_bars
 from fullrank.report import findings_text, say
 from fullrank.result import Result
 from fullrank.tables import benchmark_table, change_json, forgotten_text, latency_text

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fullrank.doors import app, refuse_unwritable
+from fullrank._files import refuse_unwritable
+from fullrank.doors import app
 from fullrank.labelling import init_golden, merge_labels
 from fullrank.report import say
 

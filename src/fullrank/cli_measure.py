@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fullrank._errors import SettingError
+from fullrank._files import refuse_unwritable
 from fullrank.abstention import abstention, threshold_for
 from fullrank.benchmarks import beir_sets, mteb_sets
 from fullrank.cli_benchmarks import How, Scorer, evaluate_sets, save_mteb
@@ -19,7 +20,6 @@ from fullrank.doors import (
     app,
     metric_names,
     quiet_loading,
-    refuse_unwritable,
     short_name,
 )
 from fullrank.labelling import golden_gaps

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from fullrank._errors import SettingError
-from fullrank._files import write_atomically
+from fullrank._files import refuse_unwritable, write_atomically
 from fullrank.abstention import MAX_FALSE_ANSWER_RATE
-from fullrank.doors import Split, app, refuse_unwritable
+from fullrank.doors import Split, app
 from fullrank.labelling import write_holes
 from fullrank.loaders import load_golden
 from fullrank.report import say

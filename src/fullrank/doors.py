@@ -1,17 +1,13 @@
 """What the doors of the command line share: the app, its options, progress bars, checks of paths."""
 
 import logging
-import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from tqdm import tqdm
-
-from fullrank._errors import SettingError
 
 __all__ = [
     "Data",
@@ -19,9 +15,7 @@ __all__ = [
     "Split",
     "app",
     "metric_names",
-    "progress_bars",
     "quiet_loading",
-    "refuse_unwritable",
     "short_name",
 ]
 
@@ -57,36 +51,9 @@ def short_name(model: str) -> str:
     return path.resolve().name if path.is_dir() else path.name
 
 
-def refuse_unwritable(path: Path) -> None:
-    """Raises `SettingError` where a file cannot be written, before anything is spent."""
-    if path.is_dir():
-        raise SettingError(f"{path} is a folder; give the name of a file")
-    above = next(parent for parent in path.absolute().parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        why = "is a file" if not above.is_dir() else "may not be written to"
-        raise SettingError(f"{path} cannot be written: {above} {why}")
-
-
 def metric_names(metrics: str) -> list[str]:
     """Returns the names in a comma-separated option."""
     return [name.strip() for name in metrics.split(",") if name.strip()]
-
-
-@contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a progress callback that draws a bar a phase; silent where nobody watches."""
-    bars: dict[str, Any] = {}
-
-    def progress(phase: str, done: int, total: int) -> None:
-        if phase not in bars:
-            bars[phase] = tqdm(total=total, desc=f"encode {phase}", disable=None, leave=False, delay=1)
-        bars[phase].update(done - bars[phase].n)
-
-    try:
-        yield progress
-    finally:
-        for bar in bars.values():
-            bar.close()
 
 
 @contextmanager

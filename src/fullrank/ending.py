@@ -5,20 +5,25 @@ Promise: what is in the model at the end is what was scored; the numbers of the 
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from fullrank.card import card_section, with_section
+from fullrank.announce import Level
 from fullrank.checkpoints import NOT_ELIGIBLE
 from fullrank.comparison import Comparison, compare
-from fullrank.guards import Breach
+from fullrank.completing import AMONG, complete
+from fullrank.guards import Breach, passed_over
 from fullrank.journal import read_result, result_name
+from fullrank.objective import full_names, log_name
+from fullrank.page import write_report
+from fullrank.report import completion, confirmation, verdict
 from fullrank.result import Result
 from fullrank.session import CONFIRM_FILE, Session
 from fullrank.store import Stored
-from fullrank.unison import all_or_none, copy_from_writer, of_the_writer
-from fullrank.weights import changeable
+from fullrank.unison import of_the_writer
 
-__all__ = ["Ending", "conclude"]
+__all__ = ["Ending", "conclude", "last_logs", "words", "write_page"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,7 @@ class Ending:
         comparison: of the two, paired by query.
         confirm_base, confirmed: on the second golden set.
         confirmation: of these two.
+        completed: of a run on a pool, what was scored on the whole corpus, best first, and its value on the pool.
         passed_over: the breach of the step that scored highest and higher than ``best``, and its score.
     """
 
@@ -46,6 +52,7 @@ class Ending:
     confirmed: Result | None = None
     confirmation: Comparison | None = None
     passed_over: tuple[Breach, float] | None = None
+    completed: tuple[tuple[Stored, float], ...] = ()
 
 
 def conclude(session: Session) -> Ending:
@@ -54,18 +61,25 @@ def conclude(session: Session) -> Ending:
     Raises:
         EvaluationError: the stored weights are not those that were scored.
     """
+    completed = complete(session) if session.pools else []
+    if completed:
+        session.best = completed[0][0]
     best = session.best
     set_name, metric = session.objective.leading
-    base_result = session.base_results.get(set_name)
+    bases = session.full_base if session.pools else session.base_results
+    base_result = bases.get(set_name)
     if best is None:
         return Ending(
-            base_result=base_result, confirm_base=session.confirm_base, passed_over=of_the_writer(_passed_over(session))
+            base_result=base_result,
+            confirm_base=session.confirm_base,
+            passed_over=of_the_writer(_passed_over(session, [])),
         )
-    all_or_none(lambda: session.keeper.restore(best) if session.writes else None)
-    copy_from_writer(changeable(session.model, loss=session.keeper.link.loss))
+    session.restore(best)
     # From the folder of the weights: the step may have been evaluated on another branch as well.
     best_result = of_the_writer(read_result(best.path / result_name("result", set_name)))
     base_score = next((line.score for line in session.journal.lines if line.step == 0 and line.status == "ok"), None)
+    if completed:
+        base_score = next((entry.score for entry, _ in completed if entry.step == 0), None)
     confirmed = session.score_confirm(CONFIRM_FILE)
     if base_result is None:
         logger.warning("the result of step 0 is not in %s any more: nothing to compare with", session.folder)
@@ -78,7 +92,8 @@ def conclude(session: Session) -> Ending:
         session.confirm_base,
         confirmed,
         _compared(session.confirm_base, confirmed, str(metric)),
-        of_the_writer(_passed_over(session)),
+        of_the_writer(_passed_over(session, completed)),
+        tuple(completed),
     )
     if session.writes:
         stored = {name: read_result(best.path / result_name("result", name)) for name in session.plans}
@@ -87,8 +102,9 @@ def conclude(session: Session) -> Ending:
     return ending
 
 
-def _passed_over(session: Session) -> tuple[Breach, float] | None:
-    floor = -math.inf if session.best is None else session.best.score
+def _passed_over(session: Session, completed: Sequence[tuple[Stored, float]]) -> tuple[Breach, float] | None:
+    """Returns what scored higher and was not eligible; of a run on a pool by the values on it."""
+    floor = completed[0][1] if completed else -math.inf if session.best is None else session.best.score
     higher = [(line.score, line.step) for line in session.journal.lines if line.note == NOT_ELIGIBLE]
     for score, step in sorted(((s, step) for s, step in higher if s is not None and s > floor), reverse=True):
         if breaches := session.watch.breaches(step) if session.writes else []:
@@ -104,18 +120,56 @@ def _finish_card(session: Session, ending: Ending) -> None:
     """Adds the confirmed number to the card beside the stored weights."""
     if ending.best is None or ending.best_result is None or ending.confirmed is None or session.confirm is None:
         return
-    path = ending.best.path / "README.md"
-    set_name, metric = session.objective.leading
-    section = card_section(
-        str(metric),
-        ending.best_result,
-        golden=set_name,
-        step=ending.best.step,
-        base=ending.base_result if ending.best.step else None,
-        chosen_by=session.objective.label,
-        confirmed=(session.confirm.golden.name, ending.confirmed, ending.confirm_base if ending.best.step else None),
-    )
+    best, set_name = ending.best, session.objective.leading[0]
+    base = {set_name: ending.base_result} if best.step and ending.base_result is not None else {}
+    confirmed = (session.confirm.golden.name, ending.confirmed, ending.confirm_base if best.step else None)
+    more = {"among": AMONG} if ending.completed else {}
     try:
-        path.write_text(with_section(path.read_text("utf-8") if path.is_file() else "", section), "utf-8")
+        session.keeper.write_card(
+            best.path, best.step, {set_name: ending.best_result}, base, confirmed=confirmed, **more
+        )
     except OSError as error:
-        logger.error("the model card %s could not be completed: %s", path, error)
+        logger.error("the model card in %s could not be completed: %s", best.path, error)
+
+
+def words(ending: Ending, session: Session) -> list[tuple[Level, str]]:
+    """Returns what a run says at its end, and how urgent that is: the verdict first, the headline last."""
+    label, metric = session.objective.label, str(session.objective.leading[1])
+    step = None if ending.best is None else ending.best.step
+    said: list[tuple[Level, str]] = []
+    if step is not None or ending.passed_over is None:
+        text = verdict(ending.comparison, improved=ending.improved, step=step, metric=label)
+        said.append(("error" if step is None else "info" if ending.improved else "warning", text))
+    if ending.completed:
+        values = [(entry.step, entry.score, on_pool) for entry, on_pool in ending.completed]
+        sizes = {name: (len(pool), len(session.golden[name].corpus)) for name, pool in session.pools.items()}
+        said.append(("info", completion(values, metric=label, sizes=list(sizes.values()))))
+    if ending.passed_over is not None:
+        breach, score = ending.passed_over
+        name = session.objective.name(session.pooled)
+        said.append(("warning", passed_over(breach, score=score, metric=name, best=step)))
+    if session.confirm is not None and ending.confirmed is not None:
+        name = session.confirm.golden.name
+        said.append(("info", confirmation(name, metric, ending.confirmed, ending.confirmation)))
+    return said
+
+
+def last_logs(ending: Ending, session: Session) -> dict[str, float]:
+    """Returns what goes to the trackers at the end: scores on the second set, and on the whole corpus after a pool."""
+    confirmed = {} if ending.confirmed is None else ending.confirmed.metrics
+    logs = {f"eval_confirm_{name}": float(value) for name, value in confirmed.items()}
+    if ending.completed and ending.best_result is not None:
+        set_name, several = session.objective.leading[0], len(session.plans) > 1
+        values = ending.best_result.metrics
+        logs |= full_names({log_name(set_name, name, several=several): float(v) for name, v in values.items()})
+    return logs
+
+
+def write_page(session: Session, report: Path | bool) -> None:
+    """Writes the report; what goes wrong there ends no training."""
+    path = report if isinstance(report, Path) else session.folder / "report.html"
+    golden = session.golden[session.objective.leading[0]]
+    try:
+        logger.info("report: %s", write_report(session.folder, path, golden=golden, metric=session.objective.label))
+    except Exception as error:
+        logger.error("the report could not be written to %s: %s: %s", path, type(error).__name__, error)

@@ -16,8 +16,9 @@ import numpy as np
 
 from fullrank._optional import require
 from fullrank.abstention import Abstention, Threshold
-from fullrank.checkpoints import Evaluation
+from fullrank.checkpoints import NOT_ELIGIBLE, Evaluation
 from fullrank.journal import ABANDONED
+from fullrank.objective import POOL
 from fullrank.runfolder import Curve
 from fullrank.stats import Interval
 
@@ -81,7 +82,7 @@ def curve_figure(
             failed, [0.03] * len(failed), "x", color=BAD, markersize=8, transform=across, label=text, clip_on=False
         )
     _legend(top)
-    top.set_ylabel("full corpus")
+    top.set_ylabel("pool" if label.endswith(POOL) else "full corpus")
     for axis, names in zip(axes[1:], rows, strict=True):
         for name, colour in zip(names, (EXTRA, MUTED), strict=False):
             x, y = zip(*_thinned(list(curves[name]), None), strict=True)
@@ -100,6 +101,10 @@ def guards_figure(history: Sequence[Evaluation], guards: Mapping[str, float], be
         if points:
             x, y = zip(*_thinned(points, best_step), strict=True)
             axis.plot(x, y, color=MAIN, marker="o", markersize=3.5, label=name)
+        out = [(e.step, e.metrics[name]) for e in history if e.note == NOT_ELIGIBLE and name in e.metrics]
+        if out:
+            x, y = zip(*out, strict=True)
+            axis.plot(x, y, "x", color=BAD, markersize=8, label=f"not eligible: {len(out)}")
         axis.axhline(floor, color=BAD, linestyle="--", linewidth=1.2, label=f"floor {floor:.4f}")
         if best_step is not None:
             axis.axvline(best_step, color=GOOD, linestyle=":", linewidth=1.2, label=f"best: step {best_step}")

@@ -3,6 +3,7 @@
 Promise: a step is only kept where every guard was measured on its weights and none fell below its floor.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from pathlib import Path
 from torch import nn
 
 from fullrank._errors import DataError, NonFiniteError
+from fullrank._files import write_atomically
 from fullrank.encode import Precision
-from fullrank.guards import Breach, Guard, breach_of, guard_names
-from fullrank.journal import read_result, result_name
+from fullrank.guards import Breach, Guard, breach_of, guard_key, guard_names
+from fullrank.journal import FLOORS_FILE, read_result, result_name
 from fullrank.metrics import TieRule
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Finding, Result
@@ -107,6 +109,22 @@ class Watch:
                 )
             self.bases[name] = base
 
+    @property
+    def floors(self) -> dict[str, float]:
+        """The floor of each guard whose base model is known, as the journal names it."""
+        known = [guard for guard in self.guards if guard.golden.name in self.bases]
+        return {guard_key(g): float(self.bases[g.golden.name][g.metric] - g.max_drop) for g in known}
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The tag of each guard in TensorBoard, by its name in the journal."""
+        return {guard_key(guard): f"eval/guard_{guard.golden.name}_{guard.metric}" for guard in self.guards}
+
+    @property
+    def tagged_floors(self) -> dict[str, float]:
+        """The floors by the tag of their guard."""
+        return {self.tags[name]: floor for name, floor in self.floors.items()}
+
     def look(self, model: nn.Module, step: int, *, wanted: bool) -> Look:
         """Measures the guards that are due, or all where the step would be kept.
 
@@ -136,6 +154,8 @@ class Watch:
                 self.bases.setdefault(name, results[name])
             if name not in self.bases:  # step 0 had no finite embeddings
                 return Look(results, failed=f"{name!r}: the base model could not be measured")
+        if step == 0:
+            self._write_floors()
         pairs = [(guard, self.bases[guard.golden.name], results[guard.golden.name]) for guard in due]
         return Look(
             results,
@@ -155,6 +175,15 @@ class Watch:
     def path(self, step: int, name: str) -> Path:
         """Returns where the result of a guard is stored."""
         return self.folder / result_name(f"guard-step-{step}", name)
+
+    def _write_floors(self) -> None:
+        """Writes the floors for the report, which knows the journal only."""
+        if not self.writes or not self.guards:
+            return
+        try:
+            write_atomically(self.folder / FLOORS_FILE, json.dumps(self.floors, indent=2) + "\n")
+        except OSError as error:
+            logger.error("the floors of the guards could not be written to %s: %s", self.folder, error)
 
     def _save(self, step: int, name: str, result: Result) -> None:
         if not self.writes:

@@ -25,6 +25,7 @@ __all__ = [
     "checked_confirm",
     "checked_guards",
     "collapse_findings",
+    "guard_key",
     "guard_names",
     "passed_over",
 ]
@@ -212,6 +213,11 @@ def guard_names(guard: Guard, base: Result, now: Result) -> dict[str, float]:
     """Returns what goes to the trackers: ``eval_guard_<set>_<metric>`` and its difference to the base model."""
     name = f"eval_guard_{guard.golden.name}_{guard.metric}"
     return {name: float(now[guard.metric]), f"{name}_delta": float(now[guard.metric] - base[guard.metric])}
+
+
+def guard_key(guard: Guard) -> str:
+    """Returns the name of a guard in the journal: ``guard/<set>/<metric>``."""
+    return f"guard/{guard.golden.name}/{guard.metric}"
 
 
 def checked_guards(guards: Guard | Sequence[Guard], choosing: Sequence[GoldenSet]) -> tuple[Guard, ...]:

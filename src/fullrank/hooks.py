@@ -5,10 +5,11 @@ less reach. Facts about transformers are those of release 5.18 and later.
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -16,9 +17,18 @@ from fullrank._errors import SettingError
 from fullrank.encode import Precision
 from fullrank.in_batch import InBatchMonitor
 from fullrank.result import Finding
+from fullrank.schedule import Schedule
 from fullrank.weights import has_adapters, load_weights
 
-__all__ = ["TrainerLink", "foreign_checkpoints", "precision_of", "refuse_sharded", "refuse_unfit_arguments"]
+__all__ = [
+    "TrainerLink",
+    "foreign_checkpoints",
+    "precision_of",
+    "refuse_sharded",
+    "refuse_unfit_arguments",
+    "schedule_of",
+    "tag_of",
+]
 
 
 class TrainerLink:
@@ -98,8 +108,13 @@ class TrainerLink:
 
                 self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
             for name, value in logs.items():
-                self._writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, state.global_step)
+                self._writer.add_scalar(tag_of(name), value, state.global_step)
             self._writer.flush()
+
+    def flush(self) -> None:
+        """Writes what TensorBoard holds back, for those who read its events."""
+        if (writer := self.writer) is not None:
+            writer.flush()
 
     def close(self) -> None:
         """Closes the writer of our own events; the next run opens another."""
@@ -114,6 +129,22 @@ class TrainerLink:
             return self._writer
         found = (getattr(callback, "tb_writer", None) for callback in self.trainer.callback_handler.callbacks)
         return next((writer for writer in found if writer is not None), None)
+
+
+def tag_of(name: str) -> str:
+    """Returns the tag that TensorBoard gets for a value logged under ``name``."""
+    return f"eval/{name.removeprefix('eval_')}"
+
+
+def schedule_of(args: Any, state: Any, every: int | Literal["epoch"] | None) -> Schedule:
+    """Returns when a run evaluates; the trainer's own interval where ``every`` is None and it has one."""
+    by_steps = str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps"
+    return Schedule.of(
+        every,
+        eval_steps=int(state.eval_steps) if by_steps else None,
+        max_steps=state.max_steps,
+        epochs=max(1, math.ceil(state.num_train_epochs or 1)),
+    )
 
 
 def foreign_checkpoints(args: Any) -> Finding | None:
@@ -160,6 +191,11 @@ def refuse_unfit_arguments(args: Any, names: Collection[str]) -> None:
     spelled = re.sub(r"_at_(\d+)$", r"@\1", wanted.lower())
     if spelled != wanted and f"eval_{spelled}" in names:
         raise SettingError(f"metric_for_best_model={wanted!r} is logged as {spelled!r}; write it so")
+    if f"eval_{wanted}" not in names and f"eval_{wanted}_pool" in names:
+        raise SettingError(
+            f"metric_for_best_model={wanted!r} is not known during a run with pool=...: it is an upper bound, logged "
+            f"as {wanted + '_pool'!r}; name that, or leave metric_for_best_model out"
+        )
     if f"eval_{wanted}" not in names:
         return
     if args.greater_is_better is False:

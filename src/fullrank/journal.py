@@ -17,11 +17,11 @@ from fullrank._files import write_atomically
 from fullrank.checkpoints import Evaluation, Status
 from fullrank.result import Result
 
-__all__ = ["ABANDONED", "Journal", "move_aside", "read_history", "read_result", "result_name"]
+__all__ = ["ABANDONED", "FLOORS_FILE", "Journal", "move_aside", "read_history", "read_result", "result_name"]
 
 logger = logging.getLogger(__name__)
 
-FILE = "history.jsonl"
+FILE, FLOORS_FILE = "history.jsonl", "guards.json"
 ABANDONED = "abandoned branch"
 
 
@@ -58,6 +58,14 @@ class Journal:
             return
         for name, result in results.items():
             result.save(self.folder / result_name(f"step-{line.step}", name if len(results) > 1 else None))
+        self._flush()
+
+    def amend(self, step: int, score: float, metrics: dict[str, float]) -> None:
+        """Adds metrics to the line of a step that had that score."""
+        self.lines = [
+            replace(line, metrics=line.metrics | metrics) if (line.step, line.score) == (step, score) else line
+            for line in self.lines
+        ]
         self._flush()
 
     def _flush(self) -> None:

@@ -7,6 +7,7 @@ embeddings are refused, and what could not be put back shows at step 0, before a
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from fullrank.encode import Precision
 from fullrank.hooks import TrainerLink
 from fullrank.isolate import undisturbed
 from fullrank.journal import result_name
-from fullrank.objective import Objective
+from fullrank.objective import Objective, pool_name
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
 from fullrank.store import BestStore, Stored
@@ -108,8 +109,9 @@ class Keeper:
             return
         set_name, metric = self.objective.leading
         for name, result in results.items():
-            primary = str(metric) if name == set_name else next(iter(result.metrics))
-            tell(FullCorpusRetrieval(name, primary), dict(result.metrics), step=step)
+            values = {pool_name(metric, result.bound): value for metric, value in result.metrics.items()}
+            primary = pool_name(str(metric), result.bound) if name == set_name else next(iter(values))
+            tell(FullCorpusRetrieval(name, primary), values, step=step)
 
     def _save(self, folder: Path, step: int, results: Mapping[str, Result], base: Mapping[str, Result]) -> None:
         self.describe(step, results)
@@ -117,7 +119,7 @@ class Keeper:
         save_probe(self._probe(), folder)
         for name, result in results.items():
             result.save(folder / result_name("result", name))
-        self._write_card(folder, step, results, base)
+        self.write_card(folder, step, results, base)
         if beside and step == 0:
             logger.warning(
                 "%d tensors train beside the adapter (%s, ...): the stored folders hold them in extra.safetensors, "
@@ -126,7 +128,10 @@ class Keeper:
                 beside[0],
             )
 
-    def _write_card(self, folder: Path, step: int, results: Mapping[str, Result], base: Mapping[str, Result]) -> None:
+    def write_card(
+        self, folder: Path, step: int, results: Mapping[str, Result], base: Mapping[str, Result], **options: Any
+    ) -> None:
+        """Writes our section of the model card beside stored weights; ``options`` of `card_section`."""
         set_name, metric = self.objective.leading
         section = card_section(
             str(metric),
@@ -134,7 +139,8 @@ class Keeper:
             golden=set_name,
             step=step,
             base=base.get(set_name),
-            chosen_by=self.objective.label,
+            chosen_by=pool_name(self.objective.label, results[set_name].bound),
+            **options,
         )
         path = folder / "README.md"
         path.write_text(with_section(path.read_text("utf-8") if path.is_file() else "", section), "utf-8")

@@ -4,7 +4,7 @@ Promise: what is chosen by is named in logs, journal and files exactly as the us
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fullrank._errors import SettingError
@@ -13,7 +13,20 @@ from fullrank.metrics import Metric
 from fullrank.result import Result
 from fullrank.settings import parsed
 
-__all__ = ["Objective", "collapse_names", "log_name", "log_names", "metrics_needed", "named_sets"]
+__all__ = [
+    "POOL",
+    "Objective",
+    "collapse_names",
+    "full_names",
+    "log_name",
+    "log_names",
+    "metrics_needed",
+    "named_sets",
+    "pool_name",
+]
+
+POOL = "_pool"
+"""Ends the name of a value over a part of the corpus: an upper bound of the score."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,10 @@ class Objective:
         """Returns the weighted sum; ``results`` by golden set name."""
         return sum(weight * results[name].metrics[str(metric)] for name, metric, weight in self.terms)
 
+    def name(self, pooled: Collection[str] = ()) -> str:
+        """Returns the label, ending in ``_pool`` where one of its sets is ranked on a pool."""
+        return pool_name(self.label, any(name in pooled for name, _, _ in self.terms))
+
     @property
     def leading(self) -> tuple[str, Metric]:
         """The (golden set, metric) of the largest weight: what intervals and comparisons are shown for."""
@@ -90,21 +107,25 @@ def metrics_needed(metrics: Sequence[str | Metric], objective: Objective) -> lis
     return list(dict.fromkeys([*parsed(metrics), *(metric for _, metric, _ in objective.terms)]))
 
 
-def log_names(values: Mapping[str, Mapping[str, float]], objective: Objective, score: float) -> dict[str, float]:
+def log_names(
+    values: Mapping[str, Mapping[str, float]], objective: Objective, score: float, *, pooled: Collection[str] = ()
+) -> dict[str, float]:
     """Returns what goes to the trackers, from ``{golden set: {metric: value}}``.
 
-    ``eval_<metric>``; with several sets ``eval_<set>_<metric>`` and ``eval_<select>`` for the value that chooses.
+    ``eval_<metric>``; with several sets ``eval_<set>_<metric>`` and ``eval_<select>`` for the value that chooses. What
+    was measured on a pool of the corpus (of the sets ``pooled``) ends in ``_pool``.
     """
     several = len(values) > 1
     logs = {
-        log_name(set_name, name, several=several): float(value)
+        log_name(set_name, pool_name(name, set_name in pooled), several=several): float(value)
         for set_name, metrics in values.items()
         for name, value in metrics.items()
     }
     if len(objective.terms) > 1:
-        logs[f"eval_{objective.label}"] = float(score)
+        logs[f"eval_{objective.name(pooled)}"] = float(score)
     elif several:
-        logs[f"eval_{objective.terms[0][1]}"] = float(score)
+        set_name, metric, _ = objective.terms[0]
+        logs[f"eval_{pool_name(str(metric), set_name in pooled)}"] = float(score)
     return logs
 
 
@@ -122,3 +143,13 @@ def collapse_names(results: Mapping[str, Result]) -> dict[str, float]:
 def log_name(set_name: str, name: str, *, several: bool) -> str:
     """Returns the name of a value in the trackers; with several golden sets it carries the name of the set."""
     return f"eval_{set_name}_{name}" if several else f"eval_{name}"
+
+
+def pool_name(name: str, pooled: bool) -> str:
+    """Returns the name of a value, marked where it was measured on a pool."""
+    return f"{name}{POOL}" if pooled else name
+
+
+def full_names(logs: Mapping[str, float]) -> dict[str, float]:
+    """Returns values on the whole corpus as a run on a pool logs them: ``eval_full_<metric>``."""
+    return {f"eval_full_{name.removeprefix('eval_')}": value for name, value in logs.items()}

@@ -49,7 +49,7 @@ def write_report(
         path: ``.md`` writes Markdown for a pull request, anything else one HTML page.
         golden: gives the texts of the documents, and the findings of its checks.
         metric: what chose; default: what the journal says, or the first metric.
-        guards: floors of guards, by the name of the metric in the journal: ``{"<set>/<metric>": floor}``.
+        guards: floors, ``{"guard/<set>/<metric>": floor}`` as the journal names them; default: those of the run.
         max_false_answer_rate: what the suggested threshold keeps to, see `fullrank.threshold_for`.
 
     Raises:

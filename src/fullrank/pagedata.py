@@ -13,7 +13,9 @@ from fullrank.advice import diverging
 from fullrank.checkpoints import Evaluation
 from fullrank.comparison import Comparison
 from fullrank.data import GoldenSet
+from fullrank.gating import fell_beyond
 from fullrank.journal import ABANDONED
+from fullrank.objective import pool_name
 from fullrank.pagerows import (
     Row,
     abstention_row,
@@ -37,6 +39,7 @@ from fullrank.runfolder import Run
 __all__ = ["PageData", "page_data"]
 
 CHANGED, HOLES, NOTES, EVALUATIONS = 10, 20, 8, 2_000
+ON_POOL = "During the run a pool of the corpus was ranked: the values of its evaluations are upper bounds."
 
 
 @dataclass(frozen=True)
@@ -155,12 +158,10 @@ def _verdict(run: Run, found: Comparison | None) -> tuple[str, str]:
         if len(run.history) == 1 and run.best_step == 0:
             score = run.history[0].score
             return f"One evaluation, of the base model: {run.label} {score:.4f}. Nothing to choose from yet.", "flat"
-        scores = {line.step: line.score for line in run.history if line.status == "ok" and line.score is not None}
-        best, start = scores.get(run.best_step or 0), scores.get(0)
-        improved = bool(run.best_step) and (start is None or best is None or best > start)
-        if run.best_step is None or not improved:
+        if run.best_step is None or not run.improved:
             tone = "bad"
-        return verdict(found, improved=improved, step=run.best_step, metric=run.label), tone
+        text = verdict(found, improved=run.improved, step=run.best_step, metric=run.label)
+        return text + (f" {ON_POOL}" if run.pooled else ""), tone
     shown = run.best or run.base
     if shown is None:
         return "No result could be read.", "bad"
@@ -202,12 +203,17 @@ def _charts(run: Run, differences: list[float], sweep: "tuple[Abstention, Thresh
     if run.history:
         n_failed = sum(line.status == "failed" for line in run.history)
         alt = (
-            f"{run.label} on the full corpus at {len(run.history)} evaluations, of which {n_failed} failed; "
+            f"{run.label} on {'a pool' if run.pooled else 'the full corpus'} at {len(run.history)} evaluations, "
+            f"of which {n_failed} failed; "
             f"{'no step was kept' if run.best_step is None else f'step {run.best_step} was kept'}. "
             f"Below: {', '.join(run.curves) or 'no in-batch curve is known'}."
         )
         svg = figures.curve_figure(
-            run.history, label=run.label, intervals=run.intervals, curves=run.curves, best_step=run.best_step
+            run.history,
+            label=pool_name(run.label, run.pooled),
+            intervals=run.intervals,
+            curves=run.curves,
+            best_step=run.best_step,
         )
         charts["curve"] = {"title": "Curves", "alt": alt, "svg": svg}
     elif len(run.candidates) > 1:
@@ -242,7 +248,7 @@ def _guards(run: Run) -> list[Row]:
     for name, floor in run.guards.items():
         values = {line.step: line.metrics[name] for line in run.history if line.status == "ok" and name in line.metrics}
         best = values.get(run.best_step if run.best_step is not None else -1)
-        below = [step for step, value in values.items() if value < floor]
+        below = [step for step, value in values.items() if fell_beyond(value - floor, 0.0)]
         rows.append({"guard": name, "base": values.get(0), "best": best, "floor": floor, "below": below})
     return rows
 

@@ -26,8 +26,9 @@ from fullrank.measure import Measurement
 from fullrank.metrics import Metric, TieRule
 from fullrank.models import model_fingerprint
 from fullrank.outcome import OnNonfinite, Settings
+from fullrank.prompting import unused_prompts
 from fullrank.ranks import ALONE, Ranks, current_ranks
-from fullrank.result import Finding, Result
+from fullrank.result import Result
 from fullrank.settings import DEFAULT_METRICS, parsed, refuse_no_count
 from fullrank.texts import TextSide
 from fullrank.tokens import OnBatch
@@ -72,12 +73,18 @@ class EvaluationPlan:
         stop_below: Mapping[str, float] | None = None,
         pool: int | None = None,
         competitors: Sequence[Result] = (),
+        within: NDArray[np.int64] | None = None,
         progress: Progress | None = None,
     ) -> Result:
-        """Returns the result for the model as it stands now; see `evaluate`."""
+        """Returns the result for the model as it stands now; see `evaluate`.
+
+        ``within``: the positions of a pool that is known already, in the place of ``pool``.
+        """
         refuse_no_count("pool", pool, "a whole number of documents from 1 or None")
         values = values_to_beat({} if stop_below is None else stop_below)
         first = hard_first(competitors, self.golden)
+        if pool is not None:
+            within = pool_positions(self.golden, pool, first)
         session = self.anytime(
             metrics=[*parsed(metrics), *values],
             ties=ties,
@@ -85,8 +92,8 @@ class EvaluationPlan:
             list_length=list_length,
             on_nonfinite=on_nonfinite,
             progress=progress,
+            within=within,
         )
-        within = None if pool is None else pool_positions(self.golden, pool, first)
         extend_until(session, first, values, within=within)
         return session.result()
 
@@ -118,10 +125,12 @@ class EvaluationPlan:
         on_nonfinite: OnNonfinite = "raise",
         progress: Progress | None = None,
         dims: Sequence[int | None] = (None,),
+        within: NDArray[np.int64] | None = None,
     ) -> Anytime:
         """Returns an evaluation of the model as it stands now that has seen the judged documents only.
 
-        It goes on with whatever weights the model holds when it is extended: they must be the same.
+        It goes on with whatever weights the model holds when it is extended: they must be the same. ``within``: the
+        positions that it will be extended to, for the progress bar.
         """
         settings = Settings(
             parsed(metrics), ties, self.encoder.similarity, list_length, self.exclude_self, on_nonfinite
@@ -137,7 +146,7 @@ class EvaluationPlan:
         query_rows = _gathered(rows, queries.shares(everything, ranks.size), ranks, queries.device)
         if too_many := [n for n in dims if n is not None and n > query_rows.shape[1]]:
             raise SettingError(f"the model gives {query_rows.shape[1]} dimensions; {too_many[0]} cannot be kept")
-        report = _reporter(progress, documents, clock, ranks)
+        report = _reporter(progress, documents, clock, ranks, within)
 
         def encode_documents(block: NDArray[np.int64]) -> tuple[NDArray[np.int64], Tensor | None]:
             with self._undisturbed(), at_precision(precision, documents.device), clock("encode"):
@@ -162,11 +171,15 @@ class EvaluationPlan:
                 rows = [side.encode(np.arange(min(n, len(side.inverse)))) for side in sides]
         return torch.cat([part.detach().float().cpu() for part in rows])
 
-    def size(self) -> tuple[int, int, int]:
-        """Returns documents, distinct ones, and the tokens to encode (characters without a tokenizer), queries too."""
-        sides = [self._side(side, Clock()) for side in ("document", "query")]
-        tokens = sum(int(side.lengths().sum()) for side in sides)
-        return len(sides[0].inverse), len(sides[0].texts), tokens
+    def size(self, within: NDArray[np.int64] | None = None) -> tuple[int, int, int]:
+        """Returns documents, distinct ones, and the tokens to encode (characters without a tokenizer), queries too.
+
+        ``within``: positions of a pool; default: the corpus.
+        """
+        documents, queries = (self._side(side, Clock()) for side in ("document", "query"))
+        places = documents.inverse if within is None else documents.inverse[within]
+        texts = np.unique(places)
+        return len(places), len(texts), int(documents.lengths()[texts].sum() + queries.lengths().sum())
 
     def sample(self, n: int, *, precision: Precision | None = None) -> int:
         """Encodes ``n`` documents evenly spaced by length, for timing, and returns how many tokens that were."""
@@ -210,8 +223,11 @@ def _precision_used(precision: Precision | None, model: object) -> str:
     return precision or " ".join(["as the model stands", *half])
 
 
-def _reporter(progress: Progress | None, side: TextSide, clock: Clock, ranks: Ranks) -> OnBatch:
-    total, done = -(-len(side.texts) // ranks.size), 0
+def _reporter(
+    progress: Progress | None, side: TextSide, clock: Clock, ranks: Ranks, within: NDArray[np.int64] | None = None
+) -> OnBatch:
+    n_texts = len(side.texts) if within is None else len(np.unique(side.inverse[within]))
+    total, done = -(-n_texts // ranks.size), 0
 
     def report(texts: int, tokens: int, padded: int) -> None:
         nonlocal done
@@ -241,21 +257,8 @@ def _with_text_facts(result: Result, plan: EvaluationPlan, queries: TextSide, do
     counts = dict(result.counts)
     if documents.n_truncated is not None and queries.n_truncated is not None:
         counts |= {"n_truncated": documents.n_truncated, "n_truncated_queries": queries.n_truncated}
-    model = getattr(plan.encoder, "model", None)
-    unused = [side for side in ("query", "document") if declared_prompt(model, side) and not plan.encoder.prompt(side)]
-    findings = list(result.findings)
-    if unused:
-        findings.append(
-            Finding(
-                "prompt-unused",
-                "warning",
-                "the model declares a prompt that was not used",
-                count=len(unused),
-                examples=tuple(unused),
-                remedy="Leave query_prompt and document_prompt at None to use the model's own",
-            )
-        )
-    return replace(result, counts=counts, findings=tuple(findings))
+    findings = (*result.findings, *unused_prompts(plan.encoder))
+    return replace(result, counts=counts, findings=findings)
 
 
 def _max_length(encoder: Adapter) -> int | None:

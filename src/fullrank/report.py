@@ -22,6 +22,7 @@ from fullrank.stats import Interval
 __all__ = [
     "abstention_line",
     "comparison_table",
+    "completion",
     "confirmation",
     "evaluation_line",
     "findings_text",
@@ -82,10 +83,14 @@ def evaluation_line(
         )
     else:
         parts.append("in-batch acc     - mrr     -")
-    low, high = result.ci(metric)
-    parts.append(f"{metric} {result.metrics[metric]:.4f} [{low:.3f}, {high:.3f}] of {result.counts['n_documents']:,}")
+    n, mark = result.counts, "_pool" if result.bound else ""
+    if result.bound:
+        parts.append(f"{metric}_pool {result.metrics[metric]:.4f} of {n['n_ranked']:,} of {n['n_documents']:,}")
+    else:
+        low, high = result.ci(metric)
+        parts.append(f"{metric} {result.metrics[metric]:.4f} [{low:.3f}, {high:.3f}] of {n['n_documents']:,}")
     if also in result.metrics and also != metric:
-        parts.append(f"{also} {result.metrics[also]:.4f}")
+        parts.append(f"{also}{mark} {result.metrics[also]:.4f}")
     return "  ".join(parts) + ("  * best" if is_best else "")
 
 
@@ -153,6 +158,22 @@ def verdict(comparison: Comparison | None, *, improved: bool, step: int | None, 
     return (
         f"Best: step {step} by {metric}: {100 * comparison.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}], "
         f"p = {comparison.p_value:.4f} over {comparison.n} queries: {sure}."
+    )
+
+
+def completion(values: Sequence[tuple[int, float, float]], *, metric: str, sizes: Sequence[tuple[int, int]]) -> str:
+    """Returns what a run on a pool says at its end: the scores on the whole corpus that decided.
+
+    Args:
+        values: (step, score on the whole corpus, value on the pool), best first.
+        metric: what chose.
+        sizes: (documents of the pool, of the corpus) of each golden set that has one.
+    """
+    scored = ", ".join(f"step {step} {score:.4f} ({on_pool:.4f} on the pool)" for step, score, on_pool in values)
+    pools = ", ".join(f"{part:,} of {whole:,}" for part, whole in sizes)
+    return (
+        f"Chosen on the whole corpus among the base model and the steps kept: {metric} {scored}. During the run a pool "
+        f"was ranked, {pools} documents: those values are upper bounds."
     )
 
 
@@ -249,6 +270,8 @@ def tensorboard_scalars(result: Result, metric: str, *, tag: str | None = None) 
     """
     name = tag or f"eval/{metric}"
     rates = {f"eval/{key}": value for key, value in result.timing.items() if key.endswith("_per_second")}
+    if result.bound:  # of a part of the corpus: it has no interval
+        return rates
     return dict(zip(_bounds(name), map(float, result.ci(metric)), strict=True)) | rates
 
 

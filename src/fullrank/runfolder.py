@@ -3,6 +3,7 @@
 Promise: reads and never writes. What cannot be read is named in `Run.notes` and left out; it is never taken for a 0.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from tqdm.auto import tqdm
 
 from fullrank._errors import DataError, FullrankError, SettingError, first_few
 from fullrank.checkpoints import Evaluation, best_of
-from fullrank.journal import FILE, read_history, result_name
+from fullrank.journal import FILE, FLOORS_FILE, read_history, result_name
+from fullrank.objective import POOL
 from fullrank.result import Result
 from fullrank.sources import PROGRESS_AFTER_SECONDS
 from fullrank.stats import Interval
@@ -22,7 +24,8 @@ from fullrank.store import BestStore
 __all__ = ["Run", "is_run", "read_run_folder", "run_of_results"]
 
 COMPOSITE = "objective"
-MAX_EVENT_BYTES = 256 << 20
+GUARD = "guard/"
+MAX_EVENT_BYTES, MAX_FLOOR_BYTES = 256 << 20, 1 << 20
 MAX_INTERVALS = 60
 """Evaluations whose result is read for its interval; more would not show in a figure, and take seconds each."""
 IN_BATCH_TAGS = {"train/in_batch_acc": "in-batch accuracy", "train/in_batch_mrr": "in-batch MRR", "train/loss": "loss"}
@@ -47,7 +50,9 @@ class Run:
         candidates: (name, result) of plain results, in the order given.
         intervals: ``{step: interval of the objective's metric}``, of some steps.
         curves: ``{"in-batch accuracy": ((step, value), ...)}`` from the trackers.
-        guards: ``{"<set>/<metric>": floor}``.
+        guards: floors, ``{"guard/<set>/<metric>": floor}``.
+        improved: whether the best step beat the base model.
+        pooled: evaluations ranked a pool of the corpus; the scores of ``history`` are upper bounds.
         folder: where the best weights lie, or None.
         notes: what could not be read.
     """
@@ -64,6 +69,8 @@ class Run:
     intervals: dict[int, Interval] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
     guards: dict[str, float] = field(default_factory=dict)
+    improved: bool = False
+    pooled: bool = False
     folder: Path | None = None
     notes: tuple[str, ...] = ()
 
@@ -79,7 +86,7 @@ def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, 
     Args:
         path: the folder.
         metric: what chose; default: the metric that equals the score in every line of the journal.
-        guards: floors, ``{"<set>/<metric>": floor}``.
+        guards: floors, ``{"guard/<set>/<metric>": floor}``; default: those that the run has written.
 
     Raises:
         DataError: no journal there, an empty one, or one that cannot be read.
@@ -94,17 +101,22 @@ def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, 
     notes: list[str] = []
     label = _label(history, metric)
     sets = _sets(folder, history)
+    pooled = label.endswith(POOL) or any(name.endswith(POOL) for line in history for name in line.metrics)
+    label = label.removesuffix(POOL)
     leading, name = _leading(label, sets, history)
-    stored = _noted(lambda: BestStore(folder / "best").best, notes)
+    kept = _noted(lambda: BestStore(folder / "best").stored, notes) or []
+    stored = kept[0] if kept else None
     found = best_of(history)
     best_step = stored.step if stored else found.step if found else None
 
     def result(step: int, set_name: str | None) -> Result | None:
         if stored and step == stored.step:
-            kept = stored.path / result_name("result", set_name or _only_set(folder, step))
-            if kept.is_file():
-                return _noted(lambda: Result.load(kept), notes)
-        file = folder / result_name(f"step-{step}", set_name)
+            beside = stored.path / result_name("result", set_name or _only_set(folder, step))
+            if beside.is_file():
+                return _noted(lambda: Result.load(beside), notes)
+        file = folder / result_name(f"full-step-{step}", set_name)
+        if not file.is_file():
+            file = folder / result_name(f"step-{step}", set_name)
         return _noted(lambda: Result.load(file), notes) if file.is_file() else None
 
     base = result(0, leading)
@@ -126,7 +138,9 @@ def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, 
         # The interval of one metric is not that of a weighted sum.
         intervals={} if label == COMPOSITE else _intervals(folder, history, leading, name, best_step, notes),
         curves=_curves(folder, notes),
-        guards=dict(guards or {}),
+        guards=dict(guards or _noted(lambda: _floors(folder / FLOORS_FILE), notes) or {}),
+        improved=_improved(history, {entry.step: entry.score for entry in kept}, best_step),
+        pooled=pooled,
         folder=stored.path if stored else None,
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -162,13 +176,35 @@ def _noted(read: Callable[[], T], notes: list[str]) -> T | None:
         return None
 
 
+def _improved(history: Sequence[Evaluation], kept: dict[int, float], best_step: int | None) -> bool:
+    """Returns whether the best step beat the base model, by the scores in the store where both have one."""
+    if not best_step:
+        return False
+    scores = {line.step: line.score for line in history if line.status == "ok" and line.score is not None}
+    scores = kept if 0 in kept and best_step in kept else {**scores, **kept}
+    return 0 not in scores or scores.get(best_step, math.inf) > scores[0]
+
+
+def _floors(path: Path) -> dict[str, float]:
+    """Returns the floors of guards that a run has written."""
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_FLOOR_BYTES:
+        raise DataError(f"{path}: over {MAX_FLOOR_BYTES >> 20} MiB, which no list of floors is")
+    try:
+        body = json.loads(path.read_text("utf-8"))
+        return {str(name): float(floor) for name, floor in body.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no list of floors ({error})") from error
+
+
 def _label(history: Sequence[Evaluation], metric: str | None) -> str:
     """Returns what chose: the first metric that is the score wherever there is one, else the composite."""
     scored = [line for line in history if line.status == "ok" and line.metrics]
     names = [name for name in scored[0].metrics if all(_equals(line, name) for line in scored)] if scored else []
-    if metric is None or (not names and metric == COMPOSITE):
-        return names[0] if names else COMPOSITE
-    fitting = [name for name in names if metric in (name, name.rpartition("/")[2])]
+    if metric is None or metric == COMPOSITE:
+        return names[0] if names and metric is None else COMPOSITE
+    fitting = [name for name in names if metric in (plain := name.removesuffix(POOL), plain.rpartition("/")[2], name)]
     if scored and not fitting:
         raise SettingError(f"{metric!r} did not choose in this run; what did is {first_few(names) or COMPOSITE}")
     return fitting[0] if fitting else metric
@@ -183,7 +219,7 @@ def _equals(line: Evaluation, name: str) -> bool:
 
 def _sets(folder: Path, history: Sequence[Evaluation]) -> list[str | None]:
     """Returns the names of the golden sets, [None] where there is one."""
-    names = [name for line in history for name in line.metrics]
+    names = [name for line in history for name in line.metrics if not name.startswith(GUARD)]
     return list(dict.fromkeys(name.rpartition("/")[0] or None for name in names)) or [None]
 
 
@@ -192,7 +228,7 @@ def _leading(label: str, sets: Sequence[str | None], history: Sequence[Evaluatio
     set_name, _, metric = label.rpartition("/")
     if label != COMPOSITE:
         return set_name or (sets[0] if None not in sets else None), metric
-    first = next((name for line in history for name in line.metrics), "recall@1")
+    first = next((name for line in history for name in line.metrics), "recall@1").removesuffix(POOL)
     return first.rpartition("/")[0] or None, first.rpartition("/")[2]
 
 
@@ -215,7 +251,7 @@ def _intervals(
     for step in tqdm(wanted, "read results", delay=PROGRESS_AFTER_SECONDS, disable=None, leave=False):
         file = folder / result_name(f"step-{step}", leading)
         result = _noted(lambda file=file: Result.load(file), notes) if file.is_file() else None  # type: ignore[misc]
-        if result is not None and metric in result.metrics and len(result.query_ids):
+        if result is not None and not result.bound and metric in result.metrics and len(result.query_ids):
             found[step] = result.ci(metric)
     return found
 

@@ -64,6 +64,10 @@ class Cost:
         seconds: of one evaluation.
         evaluations: in the whole run.
         unit: what ``tokens`` counts.
+        whole_corpora: documents of each golden set.
+        smallest_pool: how many of one of them are judged.
+        pooled: whether the numbers above are of a pool; then ``n_whole`` evaluations on the whole corpus come on top,
+            of ``whole_seconds`` each.
     """
 
     documents: int
@@ -73,19 +77,47 @@ class Cost:
     seconds: float
     evaluations: int
     unit: str = "tokens"
+    whole_corpora: tuple[int, ...] = ()
+    smallest_pool: int = 1
+    pooled: bool = False
+    n_whole: int = 2
+    whole_seconds: float = 0.0
 
     def share(self, step_seconds: float, max_steps: int) -> float:
         """Returns the share of the run that goes into evaluations, given the seconds of one optimizer step."""
-        spent = self.seconds * self.evaluations
-        whole = spent + step_seconds * max_steps
-        return spent / whole if whole > 0 else 0.0
+        whole = self.spent + step_seconds * max_steps
+        return self.spent / whole if whole > 0 else 0.0
 
-    def affordable_every(self, step_seconds: float, *, share: float) -> int:
+    @property
+    def spent(self) -> float:
+        """Seconds of all evaluations together."""
+        return self.seconds * self.evaluations + (self.n_whole * self.whole_seconds if self.pooled else 0.0)
+
+    def affordable_every(self, step_seconds: float, max_steps: int, *, share: float) -> int | None:
         """Returns the smallest interval, in steps, at which evaluations take at most ``share`` of the time.
 
-        An interval of N steps costs N * step_seconds + seconds, so N >= seconds * (1 / share - 1) / step_seconds.
+        An interval of N steps costs N * step_seconds + seconds, so N >= seconds * (1 / share - 1) / step_seconds. What
+        evaluations on the whole corpus take is shared by all steps. None where it is too much by itself.
         """
-        return max(1, math.ceil(self.seconds * (1 / share - 1) / step_seconds - 1e-9))
+        left = step_seconds / (1 / share - 1) - (self.n_whole * self.whole_seconds / max_steps if self.pooled else 0.0)
+        return max(1, math.ceil(self.seconds / left - 1e-9)) if left > 0 else None
+
+    def affordable_pool(self, step_seconds: float, max_steps: int, *, share: float) -> int | None:
+        """Returns the largest pool, to two digits, with which evaluations take at most ``share`` of the time.
+
+        None where there is none that holds all judged documents, or where a pool is on already. The time of guards
+        stays, and the base model and what is kept are evaluated on the whole corpus once.
+        """
+        if self.pooled or not self.whole_corpora:
+            return None
+        budget = step_seconds * max_steps / (1 / share - 1) - self.n_whole * self.seconds
+        poolable = sum(self.whole_corpora)
+        fixed = self.seconds * (1 - poolable / self.documents)
+        documents = (budget / self.evaluations - fixed) * self.documents / self.seconds / len(self.whole_corpora)
+        if not self.smallest_pool <= documents < max(self.whole_corpora):
+            return None
+        digits: int = 10 ** max(0, math.floor(math.log10(documents)) - 1)
+        return max(self.smallest_pool, int(documents // digits) * digits)
 
 
 def cost_line(cost: Cost) -> str:
@@ -94,11 +126,14 @@ def cost_line(cost: Cost) -> str:
     >>> cost_line(Cost(5183, 5180, 300, 1_204_512, 41.0, 11))
     'Evaluations: 5,183 documents (5,180 distinct), 300 queries, 1,204,512 tokens: about 41 s each, 7 min 31 s for 11'
     """
-    return (
+    text = (
         f"Evaluations: {cost.documents:,} documents ({cost.distinct:,} distinct), {cost.queries:,} queries, "
         f"{cost.tokens:,} {cost.unit}: about {span(cost.seconds)} each, {span(cost.seconds * cost.evaluations)} for "
         f"{cost.evaluations}"
     )
+    if not cost.pooled:
+        return text
+    return f"{text}; besides {cost.n_whole} on all {sum(cost.whole_corpora):,}, about {span(cost.whole_seconds)} each"
 
 
 def cost_remedy(cost: Cost, schedule: Schedule, step_seconds: float) -> str | None:
@@ -106,16 +141,22 @@ def cost_remedy(cost: Cost, schedule: Schedule, step_seconds: float) -> str | No
 
     >>> cost_remedy(Cost(5183, 5180, 300, 1_204_512, 41.0, 11), Schedule(100, 1000), 0.5)
     'Evaluations take about 47 % of this run (41 s each, a step 0.50 s); every=328 would take 20 %'
+    >>> cost_remedy(Cost(5183, 5180, 300, 1_204_512, 41.0, 51, whole_corpora=(5183,)), Schedule(100, 5000), 0.5)
+    'Evaluations take about 46 % of this run (41 s each, a step 0.50 s); every=328 or pool=1300 would take 20 %'
     """
     share = cost.share(step_seconds, schedule.max_steps)
-    if step_seconds <= 0 or share <= DEAR_SHARE or cost.seconds * cost.evaluations < WORTH_SAYING_SECONDS:
+    if step_seconds <= 0 or share <= DEAR_SHARE or cost.spent < WORTH_SAYING_SECONDS:
         return None
-    every = cost.affordable_every(step_seconds, share=DEAR_SHARE)
+    every = cost.affordable_every(step_seconds, schedule.max_steps, share=DEAR_SHARE)
+    pool = cost.affordable_pool(step_seconds, schedule.max_steps, share=DEAR_SHARE)
+    limit = f"{100 * DEAR_SHARE:.0f} %"
+    ways = [f"every={every}"] if every is not None and every < schedule.max_steps else []
+    ways += [] if pool is None else [f"pool={pool}"]
     remedy = (
-        f"every={every} would take {DEAR_SHARE:.0%}".replace("%", " %")
-        if every < schedule.max_steps
-        else f"this run is too short for less than {DEAR_SHARE:.0%}".replace("%", " %")
-        + f": every={schedule.max_steps} evaluates at step 0 and at the end only"
+        f"{' or '.join(ways)} would take {limit}"
+        if ways
+        else f"this run is too short for less than {limit}: every={schedule.max_steps} evaluates at step 0 and at the "
+        "end only"
     )
     return (
         f"Evaluations take about {100 * share:.0f} % of this run ({span(cost.seconds)} each, a step "

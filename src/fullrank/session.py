@@ -5,7 +5,8 @@ go through the same moments and hold the same journal, and one of them writes.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -14,30 +15,27 @@ from torch import nn
 
 from fullrank._errors import DataError, NonFiniteError
 from fullrank.checkpoints import NOT_ELIGIBLE, best_of, since_best
-from fullrank.encode import Precision
+from fullrank.data import GoldenSet
+from fullrank.encode import Adapter, Precision
 from fullrank.guarding import Look, Watch
-from fullrank.guards import CollapseThresholds, collapse_findings
-from fullrank.isolate import undisturbed
+from fullrank.guards import CollapseThresholds, collapse_findings, guard_key
 from fullrank.journal import Journal, read_result, result_name
 from fullrank.keeper import Keeper
 from fullrank.metrics import Metric, TieRule
-from fullrank.objective import Objective
-from fullrank.plan import EvaluationPlan
-from fullrank.ranks import current_ranks
+from fullrank.objective import Objective, collapse_names, full_names, log_names
+from fullrank.plan import EvaluationPlan, Progress
+from fullrank.pooling import Pools, draw_pools, pooled_sets, read_pools, write_pools
 from fullrank.result import Finding, Result
-from fullrank.schedule import Cost
-from fullrank.scoring import Outcome, score_all
+from fullrank.scoring import Outcome, journal_names, score_all
 from fullrank.store import Stored
-from fullrank.unison import all_or_none, of_the_writer
+from fullrank.unison import all_or_none, copy_from_writer, of_the_writer
+from fullrank.weights import changeable
 
 __all__ = ["CONFIRM_BASE_FILE", "CONFIRM_FILE", "Moment", "Session"]
 
 logger = logging.getLogger(__name__)
 
 CONFIRM_FILE, CONFIRM_BASE_FILE = "confirm.json", "confirm-base.json"
-SAMPLE_SIZES = (8, 32, 128, 512)
-SAMPLE_SECONDS = 0.3
-"""A sample that took so long tells the speed; the first, smallest one only warms up."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,10 @@ class Session:
         step: of the last evaluation; -1 before the first.
         best: the best stored step, the same on all ranks.
         base_results: of step 0, by golden set; ``confirm_base`` likewise.
+        pool: documents that evaluations rank; None for the whole corpus. ``pools``: which ones, known from step 0 on.
+        full_base: of step 0 on the whole corpus, where the others are on a pool.
+        bars: gives a progress callback.
+        seconds: of the last evaluation that went well, without what step 0 does besides.
     """
 
     model: nn.Module
@@ -90,6 +92,26 @@ class Session:
     best: Stored | None = None
     base_results: dict[str, Result] = field(default_factory=dict)
     confirm_base: Result | None = None
+    pool: int | None = None
+    pools: Pools = field(default_factory=dict)
+    full_base: dict[str, Result] = field(default_factory=dict)
+    bars: Callable[[], AbstractContextManager[Progress]] | None = None
+    seconds: float | None = None
+
+    @property
+    def golden(self) -> dict[str, GoldenSet]:
+        """The golden sets that choose, by name."""
+        return {name: plan.golden for name, plan in self.plans.items()}
+
+    @property
+    def encoder(self) -> Adapter:
+        """What encodes for the golden sets."""
+        return next(iter(self.plans.values())).encoder
+
+    @property
+    def pooled(self) -> frozenset[str]:
+        """The golden sets of which evaluations rank a pool only."""
+        return pooled_sets(self.golden, self.pool)
 
     @property
     def folder(self) -> Path:
@@ -106,13 +128,16 @@ class Session:
         (self.journal.lines, self.best, self.base_results, self.confirm_base, self.watch.bases) = of_the_writer(
             (self.journal.lines, self.keeper.store.best, self.base_results, self.confirm_base, self.watch.bases)
         )
+        self.pools, self.full_base = of_the_writer((self.pools, self.full_base))
 
     def _read_back(self, step: int) -> None:
         for name, plan in self.plans.items():
-            base = read_result(self.folder / result_name("step-0", name if len(self.plans) > 1 else None))
-            if base is not None:
-                self._refuse_other_data(name, plan, base)
-                self.base_results[name] = base
+            for stem, bases in (("step-0", self.base_results), ("full-step-0", self.full_base)):
+                base = read_result(self.folder / result_name(stem, name if len(self.plans) > 1 else None))
+                if base is not None:
+                    self._refuse_other_data(name, plan, base)
+                    bases[name] = base
+        self.pools = read_pools(self.folder, self.golden, self.pool)
         if self.confirm is not None:
             self.confirm_base = read_result(self.folder / CONFIRM_BASE_FILE)
             if self.confirm_base is not None:
@@ -120,6 +145,9 @@ class Session:
         self.watch.read_back()
         stored = [entry.step for entry in self.keeper.store.stored]
         self.journal.resume(step, stored)
+        if self.pools:  # a run that was complete has put full scores there
+            scored = [(line.step, line.score) for line in self.journal.lines if line.score is not None]
+            self.keeper.store.rescore({at: max(s for a, s in scored if a == at) for at, _ in scored})
         best = best_of(self.journal.lines)
         if best is not None and best.step not in stored:
             logger.warning(
@@ -138,31 +166,6 @@ class Session:
                 f"anew in another output_dir than that of {self.folder}"
             )
 
-    def estimate(self, evaluations: int) -> Cost:
-        """Returns what the evaluations will cost, from the time of a sample of the documents."""
-        plan = next(iter(self.plans.values()))
-        sizes = self._sizes()
-        with undisturbed(self.model):
-            for n in SAMPLE_SIZES:
-                start = perf_counter()
-                tokens = plan.sample(n, precision=self.precision)
-                seconds = perf_counter() - start
-                if n > SAMPLE_SIZES[0] and seconds >= SAMPLE_SECONDS:
-                    break
-        seconds *= sizes[-1] / max(1, tokens) / current_ranks().size  # the processes share an evaluation
-        return Cost(*sizes, seconds, evaluations)
-
-    def cost(self, evaluations: int) -> Cost | None:
-        """Returns what the evaluations cost, from the time of the last that went well."""
-        seconds = next((line.seconds for line in reversed(self.journal.lines) if line.status == "ok"), None)
-        return None if seconds is None else Cost(*self._sizes(), seconds, evaluations)
-
-    def _sizes(self) -> tuple[int, int, int, int]:
-        """Returns documents, distinct texts, queries and tokens of all golden sets and guards together."""
-        plans = [*self.plans.values(), *self.watch.plans.values()]
-        documents, distinct, tokens = (sum(column) for column in zip(*(plan.size() for plan in plans), strict=True))
-        return documents, distinct, sum(len(plan.golden.queries) for plan in plans), tokens
-
     def evaluate(self, step: int, epoch: float) -> Moment:
         """Scores the model as it stands, notes it, and keeps its weights if they are among the best.
 
@@ -171,9 +174,7 @@ class Session:
                 has been spent yet, and it would fail at every step.
         """
         self.step = step
-        outcome = score_all(
-            self.model, self.plans, self.objective, metrics=self.metrics, ties=self.ties, precision=self.precision
-        )
+        outcome = self._scored(step)
         if outcome.error is not None:
             if step == 0 and not isinstance(outcome.error, NonFiniteError):
                 raise outcome.error
@@ -189,10 +190,57 @@ class Session:
         wanted = of_the_writer(self.writes and self.keeper.store.wants(step, outcome.score or 0.0))
         start = perf_counter()
         look = self.watch.look(self.model, step, wanted=wanted)
-        outcome = replace(outcome, seconds=outcome.seconds + perf_counter() - start)
+        self.seconds = outcome.seconds + perf_counter() - start
+        outcome = replace(outcome, seconds=self.seconds)
         findings = (*self._collapse(step, outcome), *look.findings)
         self._note(outcome, step, epoch, findings, look)
         return Moment(outcome, look.eligible and self._keep(step, outcome), findings, look)
+
+    def _scored(self, step: int) -> Outcome:
+        """Scores the golden sets; of the base model also the whole corpus, whose lists then are part of the pool."""
+        if not self.pooled:
+            return self.score(self.plans, self.objective)
+        if step == 0:
+            full = self.score(self.plans, self.objective)
+            self._draw_pools(full.results)
+            if full.error is not None:
+                return full
+            self.full_base = full.results
+            self.store_full(0, full.results)
+        return self.score(self.plans, self.objective, pools=self.pools)
+
+    def score(
+        self, plans: Mapping[str, EvaluationPlan], objective: Objective | None, *, pools: Pools | None = None
+    ) -> Outcome:
+        """Returns the outcome of scoring the model as it stands; every process calls it."""
+        return score_all(
+            self.model,
+            plans,
+            objective,
+            pools=pools,
+            bars=self.bars,
+            metrics=self.metrics,
+            ties=self.ties,
+            precision=self.precision,
+        )
+
+    def _draw_pools(self, base: Mapping[str, Result]) -> None:
+        self.pools = of_the_writer(draw_pools(self.golden, self.pool or 0, base))
+        all_or_none(lambda: write_pools(self.folder, self.golden, self.pool or 0, self.pools) if self.writes else None)
+
+    def store_full(self, step: int, results: Mapping[str, Result]) -> None:
+        """Stores results on the whole corpus beside those on the pool."""
+        for name, result in results.items():
+            self._save(result, result_name(f"full-step-{step}", name if len(self.plans) > 1 else None))
+
+    def restore(self, best: Stored) -> None:
+        """Puts stored weights into the model, on every process.
+
+        Raises:
+            EvaluationError: they are not those that were scored.
+        """
+        all_or_none(lambda: self.keeper.restore(best) if self.writes else None)
+        copy_from_writer(changeable(self.model, loss=self.keeper.link.loss))
 
     def _collapse(self, step: int, outcome: Outcome) -> list[Finding]:
         found: list[Finding] = []
@@ -213,10 +261,12 @@ class Session:
         self, outcome: Outcome, step: int, epoch: float, findings: Sequence[Finding] = (), look: Look | None = None
     ) -> None:
         line = outcome.line(step, epoch)
+        if step == 0:
+            line = replace(line, metrics=line.metrics | journal_names(self.full_base))
         guarded = {
-            f"guard/{name}/{metric}": value
-            for name, result in ({} if look is None else look.results).items()
-            for metric, value in result.metrics.items()
+            guard_key(guard): look.results[guard.golden.name][guard.metric]
+            for guard in self.watch.guards
+            if look is not None and guard.golden.name in look.results
         }
         line = replace(
             line,
@@ -238,19 +288,34 @@ class Session:
         if self.confirm is None:
             return None
         name = self.confirm.golden.name
-        outcome = score_all(
-            self.model, {name: self.confirm}, None, metrics=self.metrics, ties=self.ties, precision=self.precision
-        )
+        outcome = self.score({name: self.confirm}, None)
         if outcome.error is not None:
             logger.error("the golden set %r could not be scored to confirm the choice: %s", name, outcome.error)
             return None
-        result = outcome.results[name]
+        self._save(outcome.results[name], file)
+        return outcome.results[name]
+
+    def _save(self, result: Result, file: str) -> None:
         if self.writes:
             try:
                 result.save(self.folder / file)
             except OSError as error:
                 logger.error("%s could not be written to %s: %s", file, self.folder, error)
-        return result
+
+    def logs(self, moment: Moment) -> dict[str, float]:
+        """Returns what goes to the trackers; of the base model also its scores on the whole corpus, ``eval_full_...``.
+
+        Nothing where the evaluation failed.
+        """
+        results, score = moment.outcome.results, moment.outcome.score
+        if score is None:
+            return {}
+        values = {name: result.metrics for name, result in results.items()}
+        logs = log_names(values, self.objective, score, pooled=self.pooled) | collapse_names(results)
+        if self.step == 0 and self.full_base:
+            whole = {name: result.metrics for name, result in self.full_base.items()}
+            logs |= full_names(log_names(whole, self.objective, self.objective.value(self.full_base)))
+        return logs | moment.look.logs
 
     def waited(self, *, min_delta: float) -> int:
         """Returns how many finished evaluations came since the last improvement."""

@@ -8,8 +8,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class BestStore:
     Args:
         folder: holds ``step-N`` folders and ``manifest.json``, which says which of them are kept; made on first use.
         keep_best: how many to keep.
+        pinned: steps that are kept beside them, whatever they score.
 
     In an own loop::
 
@@ -49,10 +50,10 @@ class BestStore:
         DataError: the manifest cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep_best: int = 1) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, keep_best: int = 1, pinned: Collection[int] = ()) -> None:
         if keep_best < 1:
             raise SettingError(f"keep_best={keep_best} must be at least 1")
-        self.folder, self.keep_best = Path(folder), keep_best
+        self.folder, self.keep_best, self.pinned = Path(folder), keep_best, frozenset(pinned)
         self._entries = _read(self.folder)
 
     @property
@@ -74,7 +75,7 @@ class BestStore:
         kept = {entry.step: entry.score for entry in self.stored}
         if not math.isfinite(score) or kept.get(step, -math.inf) >= score:
             return False
-        return step in steps_to_keep({**kept, step: score}, self.keep_best)
+        return step in self._to_keep({**kept, step: score})
 
     def offer(self, step: int, score: float, save: Callable[[Path], object]) -> bool:
         """Stores a step if it is among the best, and returns whether it is the new best.
@@ -101,7 +102,7 @@ class BestStore:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         entries = {entry.step: entry for entry in self.stored} | {step: added}
-        kept = {s: entries[s] for s in steps_to_keep(_scores(entries), self.keep_best)}
+        kept = {s: entries[s] for s in self._to_keep(_scores(entries))}
         try:
             self._write(kept)  # from here on the new folder counts; until here the old ones did
         except BaseException:
@@ -112,6 +113,20 @@ class BestStore:
         for entry in dropped:
             shutil.rmtree(entry.path, ignore_errors=True)
         return next(iter(kept)) == step
+
+    def rescore(self, scores: Mapping[int, float]) -> None:
+        """Gives stored steps other scores, all on one scale; those without one are no longer listed, but stay on disk.
+
+        Raises:
+            OSError: the manifest could not be written.
+        """
+        entries = {e.step: replace(e, score=float(scores[e.step])) for e in self.stored if e.step in scores}
+        self._write(entries)
+        self._entries = entries
+
+    def _to_keep(self, scores: dict[int, float]) -> list[int]:
+        best = steps_to_keep(scores, self.keep_best)
+        return [step for step in steps_to_keep(scores, len(scores)) if step in best or step in self.pinned]
 
     def _free_path(self, step: int) -> Path:
         """Returns ``step-N``, or ``step-N.1``, ... where that name is taken."""
