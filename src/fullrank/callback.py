@@ -166,7 +166,7 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     @property
     def base_result(self) -> Result | None:
         """The result of step 0 on the set that chooses."""
-        return None if self._session is None else self._session.base_results.get(self.options.objective.leading[0])
+        return None if self._session is None else self._session.bases.get(self.options.objective.leading[0])
 
     @property
     def best_result(self) -> Result | None:

@@ -66,8 +66,7 @@ def conclude(session: Session) -> Ending:
         session.best = completed[0][0]
     best = session.best
     set_name, metric = session.objective.leading
-    bases = session.full_base if session.pools else session.base_results
-    base_result = bases.get(set_name)
+    base_result = session.bases.get(set_name)
     if best is None:
         return Ending(
             base_result=base_result,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fullrank._errors import DataError
+from fullrank._errors import DataError, first_few
 from fullrank._files import write_atomically
 from fullrank.competitors import hard_first, pool_positions
 from fullrank.data import GoldenSet
@@ -67,11 +67,11 @@ def read_pools(folder: Path, golden: Mapping[str, GoldenSet], pool: int | None) 
         DataError: another pool than the run began with, or a file that cannot be read.
     """
     path, wanted = folder / FILE, pooled_sets(golden, pool)
-    began = json.loads(path.read_text("utf-8")) if path.is_file() else {"pool": None, "sets": {}}
     try:
+        began = json.loads(path.read_text("utf-8")) if path.is_file() else {"pool": None, "sets": {}}
         sets = {str(name): (entry["data"], list(entry["documents"])) for name, entry in began["sets"].items()}
         size = began["pool"]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} does not list the documents of a pool ({error!r})") from error
     same = all(data == golden[name].fingerprint() for name, (data, _) in sets.items() if name in golden)
     if set(sets) != wanted or (sets and size != pool) or not same:
@@ -79,8 +79,10 @@ def read_pools(folder: Path, golden: Mapping[str, GoldenSet], pool: int | None) 
             f"{folder.parent} began with pool={size}, and is resumed with pool={pool}: values on two pools cannot be "
             "ranked. Resume with the same pool and data, or start anew in another output_dir"
         )
-    places = {name: {doc_id: i for i, doc_id in enumerate(golden[name].doc_ids)} for name in sets}
-    return {
-        name: np.sort(np.array([places[name][d] for d in documents], dtype=np.int64))
-        for name, (_, documents) in sets.items()
-    }
+    pools = {}
+    for name, (_, documents) in sets.items():
+        place = {doc_id: i for i, doc_id in enumerate(golden[name].doc_ids)}
+        if unknown := [doc_id for doc_id in documents if doc_id not in place]:
+            raise DataError(f"{path} lists documents that {name!r} does not hold: {first_few(unknown)}")
+        pools[name] = np.sort(np.array([place[doc_id] for doc_id in documents], dtype=np.int64))
+    return pools

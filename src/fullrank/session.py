@@ -104,6 +104,11 @@ class Session:
         return {name: plan.golden for name, plan in self.plans.items()}
 
     @property
+    def bases(self) -> dict[str, Result]:
+        """Results of step 0 on the whole corpus, by golden set."""
+        return self.full_base if self.pooled else self.base_results
+
+    @property
     def encoder(self) -> Adapter:
         """What encodes for the golden sets."""
         return next(iter(self.plans.values())).encoder
