@@ -37,6 +37,12 @@ def test_queries_and_relevant_texts_are_found_whatever_case_and_white_space(gold
         "data: this set is not held out"
     )
     assert leaks([golden], ["something else", ""]) == []
+    long = "x" * 100
+    odd = GoldenSet({"q": f"{long} Ü two"}, {"d": f"one  {long}", "e": "e"}, {"q": {"d": 1}}, name="odd")
+    assert kinds(leaks([odd], [f" {long}\tu\u0308 TWO", f"ONE {long}  "])) == [
+        ("train-queries", ("q",)),
+        ("train-documents", ("d",)),
+    ]
 
 
 def test_texts_pairs_and_triplets_are_read_alike(golden):
