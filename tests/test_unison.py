@@ -79,6 +79,8 @@ def train(what):
             "unlike": {2: 0.2, 4: 0.8},
         }.get(what, {})
     extra = {"guards": Guard(other("general")), "confirm": other("test")} if what == "plain" else {}
+    if what == "pool":
+        extra = {"pool": 20}
     callback = scripted(trainer, golden, scores, patience=2, **extra)
     if what == "nodes":
         trainer.add_callback(Different())
@@ -110,7 +112,7 @@ def train(what):
 
 found = {}
 for what in (
-    "plain", "lora", "nodes", "one fails", "one fails at once", "nan on one", "unlike", "full disk", "crash", "resume"
+    "plain", "lora", "nodes", "one fails", "one fails at once", "nan on one", "unlike", "full disk", "crash", "resume", "pool"
 ):
     try:
         found[what] = train(what)
@@ -225,6 +227,14 @@ def test_a_broken_off_run_of_two_goes_on(reports):
     first = same_on_both(reports, "resume")
     assert [step for step, _, _ in first["history"]] == [0, 2, 4, 6]
     assert (first["best"], first["improved"]) == ([2, 0.9], True)
+
+
+def test_both_rank_one_pool_and_complete_what_is_kept_together(reports):
+    first = same_on_both(reports, "pool")
+    assert [step for step, _, _ in first["history"]] == [0, 2, 4, 6]
+    assert all("recall@1_pool" in metrics for metrics in first["metrics"])
+    assert (first["best"], first["improved"]) == ([2, 0.2], True)  # at the end the script gives the score of its step
+    assert {"fullrank/pool.json", "fullrank/full-step-0.json", "fullrank/full-step-2.json"} <= set(first["files"])
 
 
 def test_one_process_makes_no_collective_call(tiny_st, tiny_golden, pairs, tmp_path, monkeypatch):
