@@ -112,7 +112,8 @@ def train(what):
 
 found = {}
 for what in (
-    "plain", "lora", "nodes", "one fails", "one fails at once", "nan on one", "unlike", "full disk", "crash", "resume", "pool"
+    "plain", "lora", "nodes", "one fails", "one fails at once", "nan on one", "unlike", "full disk", "crash", "resume",
+    "pool"
 ):
     try:
         found[what] = train(what)
