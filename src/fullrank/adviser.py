@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fullrank.advice import diverging, low_mrr
 from fullrank.metrics import Metric
 from fullrank.result import Finding, Result
+from fullrank.stats import mean_interval
 
 __all__ = ["Adviser"]
 
@@ -37,7 +38,8 @@ class Adviser:
         if not self._lines:
             return []
         lines = self._lines[max(self._lines)]
-        low, high = result.ci(self.metric)
+        # Of values on a pool too: how much the curve may move by chance, whatever it is a curve of.
+        low, high = mean_interval(result.per_query[str(self.metric)])
         found = (
             low_mrr([(at, mrr) for at, _, mrr in lines], warmup_steps=self.warmup_steps),
             diverging(

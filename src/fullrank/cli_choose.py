@@ -9,13 +9,15 @@ from typing import Annotated
 import typer
 
 from fullrank._errors import SettingError
+from fullrank._files import refuse_unwritable
 from fullrank.checkpoints import best_of
 from fullrank.data import GoldenSet
-from fullrank.doors import Data, Split, app, progress_bars, quiet_loading, refuse_unwritable
+from fullrank.doors import Data, Split, app, quiet_loading
 from fullrank.guards import Guard
 from fullrank.keeping import decide, delete, keepsakes
 from fullrank.leaderboard import choice_text, leaderboard_table, watch_line
 from fullrank.loaders import load_golden
+from fullrank.progress import progress_bars
 from fullrank.report import say
 from fullrank.selection import Selection
 

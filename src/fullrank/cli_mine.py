@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from fullrank._errors import SettingError
-from fullrank.doors import Split, app, progress_bars, quiet_loading, refuse_unwritable
+from fullrank._files import refuse_unwritable
+from fullrank.doors import Split, app, quiet_loading
 from fullrank.loaders import load_golden, read_corpus
+from fullrank.progress import progress_bars
 from fullrank.report import say
 from fullrank.training_data import read_training_data, write_training_data
 

@@ -32,7 +32,7 @@ from fullrank.result import Result
 from fullrank.settings import DEFAULT_METRICS, parsed, refuse_no_count
 from fullrank.texts import TextSide
 from fullrank.tokens import OnBatch
-from fullrank.wrappers import Side, declared_prompt
+from fullrank.wrappers import Side
 
 __all__ = ["EvaluationPlan", "Progress"]
 

@@ -6,8 +6,9 @@ Promise: reads settings only; nothing is encoded.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fullrank.encode import Adapter, declared_prompt
+from fullrank.encode import Adapter
 from fullrank.result import Finding
+from fullrank.wrappers import declared_prompt
 
 __all__ = ["prompt_findings", "prompts_text", "trained_prompts", "unused_prompts"]
 
