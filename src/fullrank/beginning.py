@@ -104,8 +104,11 @@ def look_before(options: Options, link: TrainerLink, session: Session) -> list[F
     found = list(options.findings)
     if not options.searched and link.trainer is not None:
         texts = dataset_texts(getattr(link.trainer, "train_dataset", None))
+        quiet = session.bars is None
         # One process reads, all hear of it.
-        found += all_or_none(lambda: leaks(held_out, texts, strict=options.strict) if session.writes else [])
+        found += all_or_none(
+            lambda: leaks(held_out, texts, strict=options.strict, quiet=quiet) if session.writes else []
+        )
     return found + prompt_findings(session.encoder, trained_prompts(link.trainer))
 
 

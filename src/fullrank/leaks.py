@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from fullrank._errors import DataError
 from fullrank.checks import EXAMPLES, normalise
 from fullrank.data import GoldenSet
 from fullrank.result import Finding
+from fullrank.sources import PROGRESS_AFTER_SECONDS
 
 __all__ = ["dataset_texts", "flat_texts", "leaks"]
 
@@ -30,10 +32,18 @@ REMEDY = {
 }
 
 
-def leaks(sets: Sequence[GoldenSet], texts: Iterable[str], *, strict: bool = False) -> list[Finding]:
+def leaks(
+    sets: Sequence[GoldenSet], texts: Iterable[str], *, strict: bool = False, quiet: bool = True
+) -> list[Finding]:
     """Returns a Finding for each set whose queries, or relevant documents, are among the training texts.
 
     Kinds ``train-queries`` (an error) and ``train-documents`` (a warning), as in `fullrank.checks.check_golden`.
+
+    Args:
+        sets: the golden sets.
+        texts: of training; read once.
+        strict: raises where there is one.
+        quiet: shows no progress bar.
 
     Raises:
         DataError: something was found, with ``strict``.
@@ -43,7 +53,8 @@ def leaks(sets: Sequence[GoldenSet], texts: Iterable[str], *, strict: bool = Fal
     known = {whole for _, _, ids in parts for whole in ids}
     heads = {_head(whole) for whole in known}
     # Most texts end at their first two words: 1 million pairs with passages of 900 characters take 2 s, not 6.
-    met = {whole for text in texts if _head(text) in heads and (whole := normalise(text)) in known}
+    bar = tqdm(texts, "training texts", delay=PROGRESS_AFTER_SECONDS, disable=True if quiet else None, leave=False)
+    met = {whole for text in bar if _head(text) in heads and (whole := normalise(text)) in known}
     findings = []
     for golden, noun, ids in parts:
         found = [key for whole, keys in ids.items() if whole in met for key in keys]
