@@ -209,6 +209,9 @@ def test_a_resumed_run_ranks_the_same_pool_and_ends_the_same(tiny_st, tiny_golde
     broken.add_callback(Crash(5))
     crash(broken)
     before = (tmp_path / "broken" / "fullrank" / FILE).read_bytes()
+    unfinished = page_data(read_source(tmp_path / "broken"))
+    assert "During the run a pool of the corpus was ranked" in unfinished.verdict
+    assert unfinished.metrics
     trainer, callback, _ = pooled_run(tiny_st, tiny_golden, pairs, tmp_path / "broken", resume=True, **saved)
     assert (tmp_path / "broken" / "fullrank" / FILE).read_bytes() == before
     assert [(h.step, h.score) for h in callback.history] == [(h.step, h.score) for h in expected.history]

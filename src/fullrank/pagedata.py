@@ -19,6 +19,7 @@ from fullrank.objective import pool_name
 from fullrank.pagerows import (
     Row,
     abstention_row,
+    band,
     candidate_rows,
     change_row,
     changes,
@@ -166,8 +167,10 @@ def _verdict(run: Run, found: Comparison | None) -> tuple[str, str]:
     if shown is None:
         return "No result could be read.", "bad"
     if found is None:
-        low, high = shown.ci(run.metric)
         n = len(shown.query_ids)
+        if shown.bound:
+            return f"{run.metric} at most {shown.metrics[run.metric]:.4f} over {n:,} queries.", "flat"
+        low, high = shown.ci(run.metric)
         return f"{run.metric} {shown.metrics[run.metric]:.4f} [{low:.4f}, {high:.4f}] over {n:,} queries.", "flat"
     low, high = found.interval
     (first, _), *_ = run.candidates
@@ -182,9 +185,10 @@ def _tiles(run: Run, shown: Result | None, found: Comparison | None) -> list[tup
     tiles = []
     for name, result in (("base", run.base), ("best", run.best if run.best is not run.base else None)):
         if result is not None and run.metric in result.metrics and result.query_ids:
-            low, high = result.ci(run.metric)
+            low, high = band(result, run.metric)
             label = run.metric if run.best is None and not run.history else f"{run.metric}, {name}"
-            tiles.append((label, f"{result.metrics[run.metric]:.4f}", f"{low:.4f} to {high:.4f}"))
+            remark = "an upper bound" if low is None else f"{low:.4f} to {high:.4f}"
+            tiles.append((label, f"{result.metrics[run.metric]:.4f}", remark))
     if found:
         low, high = found.interval
         remark = f"{100 * low:+.2f} to {100 * high:+.2f}, p = {found.p_value:.4f}"
@@ -216,9 +220,11 @@ def _charts(run: Run, differences: list[float], sweep: "tuple[Abstention, Thresh
             best_step=run.best_step,
         )
         charts["curve"] = {"title": "Curves", "alt": alt, "svg": svg}
-    elif len(run.candidates) > 1:
+    elif sum(not r.bound for _, r in run.candidates) > 1:
         rows = [
-            (name, r.metrics[run.metric], r.ci(run.metric)) for name, r in run.candidates if run.metric in r.metrics
+            (name, r.metrics[run.metric], r.ci(run.metric))
+            for name, r in run.candidates
+            if run.metric in r.metrics and not r.bound
         ][:50]
         alt = (
             f"{run.metric} of {len(rows)} results with their 95 % intervals; the values stand in the table of results."

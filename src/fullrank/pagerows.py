@@ -21,6 +21,7 @@ from fullrank.stats import holm, mean_interval
 __all__ = [
     "Row",
     "abstention_row",
+    "band",
     "candidate_rows",
     "change_row",
     "changes",
@@ -78,9 +79,14 @@ def value_rows(result: Result) -> list[Row]:
     """Returns a row for each metric of one result."""
     rows = []
     for name, value in result.metrics.items():
-        low, high = result.ci(name)
+        low, high = band(result, name)
         rows.append({"metric": name, "value": value, "low": low, "high": high})
     return rows
+
+
+def band(result: Result, metric: str) -> tuple[float, float] | tuple[None, None]:
+    """Returns the interval of a metric; a bound has none."""
+    return (None, None) if result.bound else tuple(result.ci(metric))
 
 
 def candidate_rows(run: Run, notes: list[str]) -> list[Row]:
@@ -91,8 +97,15 @@ def candidate_rows(run: Run, notes: list[str]) -> list[Row]:
     for name, result in run.candidates:
         if run.metric not in result.metrics:
             continue
-        low, high = result.ci(run.metric)
-        row = {"name": name, "value": result.metrics[run.metric], "low": low, "high": high, "delta": None, "p": None}
+        low, high = band(result, run.metric)
+        row: Row = {
+            "name": name,
+            "value": result.metrics[run.metric],
+            "low": low,
+            "high": high,
+            "delta": None,
+            "p": None,
+        }
         if result is not base:
             found, _ = compared(
                 base, replace(result, metrics={run.metric: result.metrics[run.metric]}), run.metric, notes
