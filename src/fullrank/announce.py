@@ -26,18 +26,26 @@ class Announcer:
 
     Args:
         golden, metric: what lines and worst queries are shown for.
+        several: whether there are other golden sets as well.
         speaks: whether somebody watches the console.
         writes: False on ranks that only take part.
         writer: returns the TensorBoard writer in use, or None.
     """
 
     def __init__(
-        self, golden: GoldenSet, metric: Metric, *, speaks: bool, writes: bool, writer: Callable[[], Any]
+        self,
+        golden: GoldenSet,
+        metric: Metric,
+        *,
+        several: bool,
+        speaks: bool,
+        writes: bool,
+        writer: Callable[[], Any],
     ) -> None:
-        self.golden, self.metric = golden, metric
+        self.golden, self.metric, self.several = golden, metric, several
         self.speaks, self.writes, self.writer = speaks, writes, writer
-        self.logs: dict[str, float] = {}
-        self._line: tuple[int, Result, bool] | None = None
+        self._logs: tuple[int, dict[str, float]] = (-1, {})
+        self._line: tuple[int, Result, bool, float | None] | None = None
         self._said: set[str] = set()
 
     def measured(self, step: int, result: Result, *, tag: str, floors: Mapping[str, float]) -> None:
@@ -54,17 +62,33 @@ class Announcer:
             for name, value in (scalars | {f"{guard}_floor": floor for guard, floor in floors.items()}).items():
                 writer.add_scalar(name, value, step)
 
-    def hold(self, step: int, result: Result, *, is_best: bool) -> None:
+    def hold(self, step: int, result: Result, *, is_best: bool, composite: float | None = None) -> None:
         """Takes the line of an evaluation, to be shown with the loss line of its step."""
-        self._line = (step, result, is_best)
+        self._line = (step, result, is_best, composite)
+
+    def loss_line(self, step: int, logs: Mapping[str, float]) -> None:
+        """Takes the loss line of a step; it is shown with the evaluation of that step only."""
+        self._logs = (step, dict(logs))
 
     def release(self, max_steps: int) -> None:
         """Shows the line that was held, if there is one."""
         if self._line is None:
             return
-        (step, result, is_best), self._line = self._line, None
+        (step, result, is_best, composite), self._line = self._line, None
         if self.speaks:
-            say(evaluation_line(step, max_steps, result, str(self.metric), logs=self.logs, is_best=is_best))
+            logs = self._logs[1] if self._logs[0] == step else {}
+            say(
+                evaluation_line(
+                    step,
+                    max_steps,
+                    result,
+                    str(self.metric),
+                    logs=logs,
+                    is_best=is_best,
+                    of=self.golden.name if self.several else "",
+                    composite=composite,
+                )
+            )
         if (writer := self.writer()) is not None:
             corpus = dict(zip(self.golden.doc_ids, self.golden.doc_texts, strict=True))
             writer.add_text("worst queries", worst_text(result.worst(WORST_QUERIES, self.metric), corpus), step)

@@ -85,6 +85,8 @@ def begin(
     )
     if step:
         session.resume(step)
+    else:
+        session.begin()
     return session
 
 

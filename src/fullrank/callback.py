@@ -31,6 +31,7 @@ from fullrank.objective import log_name, pool_name
 from fullrank.options import Options
 from fullrank.pooling import pooled_sets
 from fullrank.prompting import prompts_text
+from fullrank.ranks import current_ranks
 from fullrank.result import Result
 from fullrank.schedule import StepClock, cost_line, cost_remedy
 from fullrank.session import Session
@@ -200,10 +201,16 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 "callbacks before it. Use RetrievalCallback(...).attach(trainer) for those"
             )
         self._schedule = schedule_of(args, state, options.every)
-        writes = bool(state.is_world_process_zero)
+        # Under torchrun on CPUs without use_cpu=True every process takes itself for the main one.
+        writes = bool(state.is_world_process_zero) and current_ranks().rank == 0
         speaks = writes and (not args.disable_tqdm if options.verbose is None else options.verbose)
         self._announcer = Announcer(
-            options.golden[set_name], metric, speaks=speaks, writes=writes, writer=lambda: self.link.writer
+            options.golden[set_name],
+            metric,
+            several=several,
+            speaks=speaks,
+            writes=writes,
+            writer=lambda: self.link.writer,
         )
         if state.global_step == 0 and (finding := foreign_checkpoints(args)):
             logger.warning("%s", finding)
@@ -267,12 +274,14 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Notes the loss line, and prints the evaluation of its step with it."""
         if logs and "loss" in logs and self._session is not None:
-            self._announcer.logs = dict(logs)
+            self._announcer.loss_line(state.global_step, logs)
             self._adviser.loss_line(state.global_step, logs)
             self._announcer.release(state.max_steps)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restores the best weights, verifies that they are those that were scored, and says how sure the choice is."""
+        if state.global_step != self._run.step and not args.load_best_model_at_end:
+            self._evaluate(args, state, control)  # an evaluation of the Trainer's own has ended the training
         self._announcer.release(state.max_steps)
         self._training = False
         self.link.close()
@@ -309,7 +318,8 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         result = moment.outcome.results[self.options.objective.leading[0]]
         self.link.log(self._values, state, control, folder=run.folder, writes=run.writes)
         announcer.measured(state.global_step, result, tag=self._shown, floors=run.watch.tagged_floors)
-        announcer.hold(state.global_step, result, is_best=moment.is_best)
+        composite = moment.outcome.score if len(self.options.objective.terms) > 1 else None
+        announcer.hold(state.global_step, result, is_best=moment.is_best, composite=composite)
         if state.global_step == 0:
             announcer.release(state.max_steps)
         for finding in (*moment.findings, *self._adviser.evaluation(state.global_step, result)):

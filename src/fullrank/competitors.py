@@ -31,7 +31,8 @@ def hard_first(results: Sequence[Result], golden: GoldenSet) -> NDArray[np.int64
         SettingError: something else than results.
     """
     if not isinstance(results, Sequence) or not all(isinstance(result, Result) for result in results):
-        raise SettingError(f"competitors must be a list of results, got {type(results).__name__}")
+        what = [type(r).__name__ for r in results] if isinstance(results, list | tuple) else type(results).__name__
+        raise SettingError(f"competitors must be a list of results, got {what}")
     place = {doc_id: i for i, doc_id in enumerate(golden.doc_ids)}
     weight: dict[int, float] = {}
     for result in results:

@@ -35,6 +35,8 @@ class Ending:
     Attributes:
         best: the step that won; None where every evaluation failed.
         improved: whether it beat the base model.
+        base_score: value of the base model by what chooses; None where it failed or was never scored.
+        base_known: whether it was scored, even without success.
         base_result, best_result: on the golden set that chooses.
         comparison: of the two, paired by query.
         confirm_base, confirmed: on the second golden set.
@@ -53,6 +55,8 @@ class Ending:
     confirmation: Comparison | None = None
     passed_over: tuple[Breach, float] | None = None
     completed: tuple[tuple[Stored, float], ...] = ()
+    base_score: float | None = None
+    base_known: bool = True
 
 
 def conclude(session: Session) -> Ending:
@@ -76,7 +80,8 @@ def conclude(session: Session) -> Ending:
     session.restore(best)
     # From the folder of the weights: the step may have been evaluated on another branch as well.
     best_result = of_the_writer(read_result(best.path / result_name("result", set_name)))
-    base_score = next((line.score for line in session.journal.lines if line.step == 0 and line.status == "ok"), None)
+    at_base = [line for line in session.journal.lines if line.step == 0]
+    base_score = next((line.score for line in at_base if line.status == "ok"), None)
     if completed:
         base_score = next((entry.score for entry, _ in completed if entry.step == 0), None)
     confirmed = session.score_confirm(CONFIRM_FILE)
@@ -84,7 +89,7 @@ def conclude(session: Session) -> Ending:
         logger.warning("the result of step 0 is not in %s any more: nothing to compare with", session.folder)
     ending = Ending(
         best,
-        best.step != 0 and (base_score is None or best.score > base_score),
+        best.step != 0 and bool(at_base) and (base_score is None or best.score > base_score),
         base_result,
         best_result,
         _compared(base_result, best_result, str(metric)),
@@ -93,6 +98,8 @@ def conclude(session: Session) -> Ending:
         _compared(session.confirm_base, confirmed, str(metric)),
         of_the_writer(_passed_over(session, completed)),
         tuple(completed),
+        base_score,
+        bool(at_base),
     )
     if session.writes:
         stored = {name: read_result(best.path / result_name("result", name)) for name in session.plans}
@@ -105,9 +112,10 @@ def _passed_over(session: Session, completed: Sequence[tuple[Stored, float]]) ->
     """Returns what scored higher and was not eligible; of a run on a pool by the values on it."""
     floor = completed[0][1] if completed else -math.inf if session.best is None else session.best.score
     higher = [(line.score, line.step) for line in session.journal.lines if line.note == NOT_ELIGIBLE]
-    for score, step in sorted(((s, step) for s, step in higher if s is not None and s > floor), reverse=True):
+    above = [(-score, step) for score, step in higher if score is not None and score > floor]
+    for below, step in sorted(above):  # of equal scores the earlier step
         if breaches := session.watch.breaches(step) if session.writes else []:
-            return breaches[0], score
+            return breaches[0], -below
     return None
 
 
@@ -137,7 +145,16 @@ def words(ending: Ending, session: Session) -> list[tuple[Level, str]]:
     step = None if ending.best is None else ending.best.step
     said: list[tuple[Level, str]] = []
     if step is not None or ending.passed_over is None:
-        text = verdict(ending.comparison, improved=ending.improved, step=step, metric=label)
+        text = verdict(
+            ending.comparison,
+            improved=ending.improved,
+            step=step,
+            metric=label,
+            base_known=ending.base_known,
+            composite=None
+            if len(session.objective.terms) == 1 or ending.best is None
+            else (ending.base_score, ending.best.score, "/".join(map(str, session.objective.leading))),
+        )
         said.append(("error" if step is None else "info" if ending.improved else "warning", text))
     if ending.completed:
         values = [(entry.step, entry.score, on_pool) for entry, on_pool in ending.completed]

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FILE, FLOORS_FILE = "history.jsonl", "guards.json"
 ABANDONED = "abandoned branch"
+RULES_FILE = "rules.json"
 
 
 class Journal:
@@ -45,6 +46,31 @@ class Journal:
         later = [replace(line, note=ABANDONED) for line in lines if line.step > step and line.step in stored]
         self.lines = past + later
         self._flush()
+
+    def begin(self, rules: dict[str, Any]) -> None:
+        """Notes by what a run that begins here will choose."""
+        if self.write:
+            write_atomically(self.folder / RULES_FILE, json.dumps(rules, indent=2) + "\n")
+
+    def refuse_other_rules(self, rules: dict[str, Any]) -> None:
+        """Raises `DataError` where the run was begun with other rules: scores by two rules cannot be ranked."""
+        path = self.folder / RULES_FILE
+        if not path.is_file():
+            return
+        try:
+            begun = json.loads(path.read_text(encoding="utf-8"))
+            unlike = [
+                f"{name}={begun.get(name)!r}, not {value!r}"
+                for name, value in rules.items()
+                if begun.get(name) != value
+            ]
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{path} cannot be read ({error}); it says by what the run chooses") from error
+        if unlike:
+            raise DataError(
+                f"this run was begun with {'; '.join(unlike)}: scores by two rules cannot be ranked. Resume with the same "
+                f"ones, or start anew in another output_dir than that of {self.folder}"
+            )
 
     @property
     def current(self) -> list[Evaluation]:

@@ -70,6 +70,10 @@ class Objective:
         label = str(only) if len(set_names) == 1 else f"{set_name}/{only}"
         return cls(((set_name, only, 1.0),), label)  # a weight of its own would only change the number's name
 
+    def rule(self) -> dict[str, float]:
+        """Returns ``{"dev/recall@1": weight}``: what a run was begun with, in a form that can be compared."""
+        return {f"{set_name}/{metric}": weight for set_name, metric, weight in self.terms}
+
     def value(self, results: Mapping[str, Result]) -> float:
         """Returns the weighted sum; ``results`` by golden set name."""
         return sum(weight * results[name].metrics[str(metric)] for name, metric, weight in self.terms)

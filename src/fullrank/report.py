@@ -72,8 +72,20 @@ def evaluation_line(
     logs: Mapping[str, float] | None = None,
     is_best: bool = False,
     also: str = "ndcg@10",
+    of: str = "",
+    composite: float | None = None,
 ) -> str:
-    """Returns the line of one evaluation: step, loss, in-batch diagnostics, the objective with its interval."""
+    """Returns the line of one evaluation: step, loss, in-batch diagnostics, the objective with its interval.
+
+    Args:
+        step, max_steps: where in training.
+        result, metric: what is shown.
+        logs: the loss line of this step.
+        is_best: whether it is the best so far.
+        also: a second metric to show.
+        of: name of the golden set, where there are several.
+        composite: value of the weighted sum that chooses, where it is one.
+    """
     logs = logs or {}
     parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}", f"loss {_number(logs.get('loss'), 3)}"]
     if "in_batch_acc" in logs:
@@ -83,12 +95,14 @@ def evaluation_line(
         )
     else:
         parts.append("in-batch acc     - mrr     -")
-    n, mark = result.counts, "_pool" if result.bound else ""
+    if composite is not None:
+        parts.append(f"objective {composite:.4f}")
+    n, mark, shown = result.counts, "_pool" if result.bound else "", f"{of}/{metric}" if of else metric
     if result.bound:
-        parts.append(f"{metric}_pool {result.metrics[metric]:.4f} of {n['n_ranked']:,} of {n['n_documents']:,}")
+        parts.append(f"{shown}_pool {result.metrics[metric]:.4f} of {n['n_ranked']:,} of {n['n_documents']:,}")
     else:
         low, high = result.ci(metric)
-        parts.append(f"{metric} {result.metrics[metric]:.4f} [{low:.3f}, {high:.3f}] of {n['n_documents']:,}")
+        parts.append(f"{shown} {result.metrics[metric]:.4f} [{low:.3f}, {high:.3f}] of {n['n_documents']:,}")
     if also in result.metrics and also != metric:
         parts.append(f"{also}{mark} {result.metrics[also]:.4f}")
     return "  ".join(parts) + ("  * best" if is_best else "")
@@ -138,10 +152,33 @@ def _table(title: str | None) -> Table:
     return Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
 
 
-def verdict(comparison: Comparison | None, *, improved: bool, step: int | None, metric: str) -> str:
-    """Returns the sentence that a run ends with."""
+def verdict(
+    comparison: Comparison | None,
+    *,
+    improved: bool,
+    step: int | None,
+    metric: str,
+    base_known: bool = True,
+    composite: tuple[float | None, float, str] | None = None,
+) -> str:
+    """Returns the sentence that a run ends with.
+
+    Args:
+        comparison: of the best step with the base model.
+        improved: whether it beat the base model.
+        step: the best one; None where every evaluation failed.
+        metric: what chose.
+        base_known: False where the base model was never scored.
+        composite: of a weighted sum: its value at the base model and at the best step, and which of its terms
+            ``comparison`` is about.
+    """
     if step is None:
         return "No evaluation succeeded: nothing was chosen, and the weights are those of the last step."
+    if not base_known:
+        return (
+            f"Best: step {step} by {metric}. The base model was not scored in this run: whether it was improved is not "
+            "known."
+        )
     if not improved:
         return (
             f"Nothing beat the base model: no step scored a higher {metric} than step 0. The base weights are "
@@ -155,6 +192,13 @@ def verdict(comparison: Comparison | None, *, improved: bool, step: int | None, 
         "worse": "worse than the base model",
         "not separable": "not separable from the base model on these queries",
     }[comparison.verdict]
+    if composite is not None:
+        before, after, term = composite
+        rise = f"{after:.4f}" if before is None else f"{before:.4f} -> {after:.4f}"
+        return (
+            f"Best: step {step} by {metric}: {rise}. Of it {term}: {100 * comparison.delta:+.2f} points "
+            f"[{100 * low:+.2f}, {100 * high:+.2f}], p = {comparison.p_value:.4f} over {comparison.n} queries: {sure}."
+        )
     return (
         f"Best: step {step} by {metric}: {100 * comparison.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}], "
         f"p = {comparison.p_value:.4f} over {comparison.n} queries: {sure}."

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from torch import nn
 
@@ -123,11 +124,20 @@ class Session:
         """Where the run keeps its journal."""
         return self.journal.folder
 
+    @property
+    def rules(self) -> dict[str, Any]:
+        """By what the run chooses."""
+        return {"select": self.objective.rule(), "ties": self.ties, "precision": self.precision}
+
+    def begin(self) -> None:
+        """Notes by what a new run chooses."""
+        all_or_none(lambda: self.journal.begin(self.rules))
+
     def resume(self, step: int) -> None:
         """Goes on where the journal ends, cut back to ``step``.
 
         Raises:
-            DataError: a resumed run has other golden sets than it began with.
+            DataError: a resumed run has other golden sets than it began with, or chooses by something else.
         """
         all_or_none(lambda: self._read_back(step) if self.writes else None)
         (self.journal.lines, self.best, self.base_results, self.confirm_base, self.watch.bases) = of_the_writer(
@@ -136,6 +146,7 @@ class Session:
         self.pools, self.full_base = of_the_writer((self.pools, self.full_base))
 
     def _read_back(self, step: int) -> None:
+        self.journal.refuse_other_rules(self.rules)
         for name, plan in self.plans.items():
             for stem, bases in (("step-0", self.base_results), ("full-step-0", self.full_base)):
                 base = read_result(self.folder / result_name(stem, name if len(self.plans) > 1 else None))
@@ -153,6 +164,11 @@ class Session:
         if self.pools:  # a run that was complete has put full scores there
             scored = [(line.step, line.score) for line in self.journal.lines if line.score is not None]
             self.keeper.store.rescore({at: max(s for a, s in scored if a == at) for at, _ in scored})
+        if not any(line.step == 0 for line in self.journal.lines):
+            logger.warning(
+                "no evaluation of the base model is on record in %s: whether a step improves on it will not be known",
+                self.folder,
+            )
         best = best_of(self.journal.lines)
         if best is not None and best.step not in stored:
             logger.warning(
@@ -286,14 +302,20 @@ class Session:
 
     def _confirm_base(self) -> None:
         """Scores the base model on the second set now: at the end its weights are gone where another step won."""
-        self.confirm_base = self.score_confirm(CONFIRM_BASE_FILE)
+        self.confirm_base = self.score_confirm(CONFIRM_BASE_FILE, first=True)
 
-    def score_confirm(self, file: str) -> Result | None:
-        """Returns the result on the second golden set, and stores it in ``file``; None where it failed."""
+    def score_confirm(self, file: str, *, first: bool = False) -> Result | None:
+        """Returns the result on the second golden set, and stores it in ``file``; None where it failed.
+
+        Raises:
+            Exception: at the ``first`` time, as `evaluate` at step 0.
+        """
         if self.confirm is None:
             return None
         name = self.confirm.golden.name
         outcome = self.score({name: self.confirm}, None)
+        if first and outcome.error is not None and not isinstance(outcome.error, NonFiniteError):
+            raise outcome.error
         if outcome.error is not None:
             logger.error("the golden set %r could not be scored to confirm the choice: %s", name, outcome.error)
             return None
