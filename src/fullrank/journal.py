@@ -68,8 +68,8 @@ class Journal:
             raise DataError(f"{path} cannot be read ({error}); it says by what the run chooses") from error
         if unlike:
             raise DataError(
-                f"this run was begun with {'; '.join(unlike)}: scores by two rules cannot be ranked. Resume with the same "
-                f"ones, or start anew in another output_dir than that of {self.folder}"
+                f"this run was begun with {'; '.join(unlike)}: scores by two rules cannot be ranked. Resume with "
+                f"the same ones, or start anew in another output_dir than that of {self.folder}"
             )
 
     @property
