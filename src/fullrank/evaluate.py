@@ -182,10 +182,12 @@ class _Table:
         return prepare(self._rows(index.cpu()), self.measurement.settings.similarity)
 
     def _rows(self, index: slice | Tensor) -> Tensor:
-        if isinstance(self.embeddings, Tensor):
-            rows = self.embeddings[index if isinstance(index, slice) else index.to(self.embeddings.device)]
-        else:
+        if not isinstance(self.embeddings, Tensor):
             rows = _as_tensor(self.embeddings[index if isinstance(index, slice) else index.numpy()])
+        elif isinstance(index, slice):
+            rows = self.embeddings[index]
+        else:
+            rows = self.embeddings.index_select(0, index.to(self.embeddings.device))
         return rows.to(self.device)
 
 

@@ -3,6 +3,7 @@
 Promise: the numbers depend on the counts and the judgements alone.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from fullrank._errors import DataError, first_few
 from fullrank.data import NOT_IN_CORPUS, GoldenSet
 from fullrank.metrics import Metric, RankCounts, TieRule, score_queries
-from fullrank.result import Finding, Result, summarise, vacuous_cutoffs
+from fullrank.result import Finding, Hit, Result, summarise, vacuous_cutoffs
 from fullrank.search import Ranking, Similarity, TargetPairs
 from fullrank.settings import refuse_no_count, refuse_unknown
 
@@ -188,12 +189,32 @@ def _counts(golden: GoldenSet, ranked: Ranking | None, usable: NDArray[np.int64]
     )
 
 
-def _hits(golden: GoldenSet, ranked: Ranking, usable: NDArray[np.int64]) -> dict[str, list[tuple[str, float]]]:
-    # One array of ids: eight times as fast as looking 100,000 of them up one by one.
-    ids = np.array(golden.doc_ids, dtype=object)[ranked.top_docs.cpu().numpy()].tolist()
+class _Lists(Mapping[str, list[Hit]]):
+    """The ranked lists by query, each made when it is asked for.
+
+    As tuples all at once, 1,000 lists of 100 keep the garbage collector busy for a tenth of the time of their search.
+    """
+
+    def __init__(self, query_ids: Sequence[str], docs: NDArray[np.object_], scores: Tensor, lengths: list[int]) -> None:
+        self._row = {qid: i for i, qid in enumerate(query_ids)}
+        self._docs, self._scores, self._lengths = docs, scores.numpy(), lengths
+
+    def __getitem__(self, query_id: str) -> list[Hit]:
+        i = self._row[query_id]
+        n = self._lengths[i]
+        return list(zip(self._docs[i, :n].tolist(), self._scores[i, :n].tolist(), strict=True))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+
+def _hits(golden: GoldenSet, ranked: Ranking, usable: NDArray[np.int64]) -> Mapping[str, list[Hit]]:
+    docs = np.array(golden.doc_ids, dtype=np.object_)[ranked.top_docs.cpu().numpy()]
     lengths = torch.isfinite(ranked.top_scores).logical_and(ranked.top_docs >= 0).sum(dim=1).tolist()
-    rows = zip(usable.tolist(), ids, ranked.top_scores.tolist(), lengths, strict=True)
-    return {golden.query_ids[q]: list(zip(docs[:n], scores[:n], strict=True)) for q, docs, scores, n in rows}
+    return _Lists([golden.query_ids[q] for q in usable.tolist()], docs, ranked.top_scores.cpu(), lengths)
 
 
 def _collapse_finding(tie_rate: float) -> Finding:

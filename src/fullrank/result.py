@@ -104,7 +104,7 @@ class Result:
     per_query: dict[str, NDArray[np.float64]]
     query_ids: tuple[str, ...]
     counts: dict[str, int]
-    hits: dict[str, list[Hit]] = field(default_factory=dict)
+    hits: Mapping[str, list[Hit]] = field(default_factory=dict)
     qrels: dict[str, dict[str, float]] = field(default_factory=dict)
     queries: dict[str, str] = field(default_factory=dict)
     groups: dict[str, str] = field(default_factory=dict)

@@ -45,7 +45,7 @@ __all__ = [
 
 MARGIN = 1e-5
 """Pairs whose fp32 scores differ by less than this share of |q||d| are decided by the canonical score."""
-QUERY_TILE, DOCUMENT_TILE = 256, 4_096
+QUERY_TILE, DOCUMENT_TILE = 512, 2_048
 """Scores at a time on a processor: 4 MiB, which stay in cache."""
 DEVICE_SHARE, DEVICE_TILE = 8, 1 << 30
 """On an accelerator the scores at a time take an eighth of the free memory, and at most 1 GiB."""
