@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from torch import nn
@@ -17,7 +19,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 import training
 from fullrank import Backbone, RetrievalCallback, evaluate
-from fullrank._errors import DataError, SettingError
+from fullrank._errors import DataError, EvaluationError, SettingError
+from fullrank.weights import load_weights
 from training import LORA, Weights, equal_weights, scripted
 
 peft = pytest.importorskip("peft")
@@ -367,3 +370,94 @@ def test_a_disk_that_is_full_leaves_the_best_so_far_and_training_goes_on(tiny_st
     assert "the weights of step 4 could not be stored (" in run.stderr
     assert "); the best so far stays" in run.stderr
     assert sorted(p.name for p in (tmp_path / "run" / "fullrank" / "best").iterdir()) == ["manifest.json", "step-6"]
+
+
+class Damage(TrainerCallback):
+    """Does something to the folder of step 2 after it was stored."""
+
+    def __init__(self, harm):
+        self.harm = harm
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            (folder,) = Path(args.output_dir).glob("fullrank/best/step-2")
+            self.harm(folder)
+
+
+def other_values(folder):
+    path = folder / "adapter_model.safetensors"
+    save_file({name: value * 5 + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def other_alpha(folder):
+    path = folder / "adapter_config.json"
+    path.write_text(path.read_text().replace('"lora_alpha": 16', '"lora_alpha": 17'))
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (other_values, "adapter_model.safetensors does not hold the adapter that was scored"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+        (other_alpha, "adapter_config.json' changed or gone"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json' changed or gone"),
+        (lambda folder: (folder / "modules.json").unlink(), "modules.json"),
+    ],
+)
+@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
+def test_what_is_verified_is_the_folder_that_others_load(tiny_st, tiny_golden, pairs, tmp_path, route, harm, text):
+    model = adapted(tiny_st(), route)
+    trainer = make_trainer(model, pairs, tmp_path)
+    scripted(trainer, tiny_golden, peak(2))
+    trainer.add_callback(Damage(harm))
+    with pytest.raises(EvaluationError, match=text):
+        trainer.train()
+
+
+def test_the_files_of_a_whole_model_are_verified_too(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path)
+    scripted(trainer, tiny_golden, peak(2))
+    trainer.add_callback(Damage(lambda folder: (folder / "tokenizer.json").write_text("{}")))
+    with pytest.raises(EvaluationError, match=r"tokenizer.json' changed or gone. Do not use this folder"):
+        trainer.train()
+
+
+def adapted(model, route, name="default", **options):
+    config = peft.LoraConfig(**{**LORA, **options})
+    if route == "add_adapter":
+        model.add_adapter(config, name)
+    else:
+        model[0].model = peft.get_peft_model(model[0].model, config, adapter_name=name)
+    return model
+
+
+@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
+def test_dora_says_at_step_0_how_to_load_it(tiny_st, tiny_golden, pairs, tmp_path, route, caplog):
+    callback = run_to_peak(make_trainer(adapted(tiny_st(), route, use_dora=True), pairs, tmp_path), tiny_golden)
+    assert caplog.text.count("loses the magnitudes of DoRA adapters") == 1
+    assert "Load them with fullrank.weights.load_weights(model, folder)" in caplog.text
+    fresh = adapted(tiny_st(), route, use_dora=True)
+    load_weights(fresh, str(callback.best.path))
+    assert evaluate(fresh, tiny_golden).hits == evaluate(callback._session.model, tiny_golden).hits
+
+
+@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("default", {"bias": "all"}), ("default", {"modules_to_save": ["pooler"]}), ("mine", {})],
+    ids=["biases", "whole modules", "another name"],
+)
+def test_other_loaders_read_the_adapter_folder(tiny_st, tiny_golden, pairs, tmp_path, route, name, options, caplog):
+    trainer = make_trainer(adapted(tiny_st(), route, name, **options), pairs, tmp_path)
+    callback = run_to_peak(trainer, tiny_golden)
+    assert "another loader" not in caplog.text
+    fresh = SentenceTransformer(str(callback.best.path), device="cpu")
+    assert evaluate(fresh, tiny_golden).hits == evaluate(trainer.model, tiny_golden).hits
+
+
+def test_an_active_adapter_beside_the_default_one_says_how_to_load_it(tiny_st, tiny_golden, pairs, tmp_path, caplog):
+    model = adapted(tiny_st(), "get_peft_model")
+    model[0].model.add_adapter("other", peft.LoraConfig(**LORA))
+    model[0].model.set_adapter("other")
+    run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
+    assert "the active adapters are 'other', and loaders take 'default' alone" in caplog.text

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from fullrank._errors import SettingError
+from fullrank.adapters import has_adapters, refuse_shadowed_adapter
 from fullrank.adviser import Adviser
 from fullrank.announce import Announcer
 from fullrank.beginning import begin
@@ -34,7 +35,7 @@ from fullrank.schedule import Schedule, StepClock, cost_line, cost_remedy
 from fullrank.session import Session
 from fullrank.settings import DEFAULT_METRICS
 from fullrank.store import Stored
-from fullrank.weights import has_adapters, refuse_shadowed_adapter, save_extra
+from fullrank.weights import save_extra
 
 __all__ = ["RetrievalCallback"]
 

@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from fullrank._errors import SettingError
+from fullrank.adapters import has_adapters
 from fullrank.encode import Precision
 from fullrank.in_batch import InBatchMonitor
 from fullrank.result import Finding
-from fullrank.weights import has_adapters, load_weights
+from fullrank.weights import load_weights
 
 __all__ = ["TrainerLink", "foreign_checkpoints", "precision_of", "refuse_sharded", "refuse_unfit_arguments"]
 

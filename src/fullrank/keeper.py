@@ -21,7 +21,7 @@ from fullrank.objective import Objective
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
 from fullrank.store import BestStore, Stored
-from fullrank.weights import load_probe, load_weights, save_probe, save_weights
+from fullrank.weights import EXTRA, check_folder, load_probe, load_weights, save_probe, save_weights
 
 __all__ = ["Keeper"]
 
@@ -100,6 +100,7 @@ class Keeper:
                 f"the weights in {best.path} are not those that scored {best.score:.4f} at step {best.step}: probe "
                 f"embeddings differ by {off:.2g} (at most {tolerance:g} is rounding). Do not use this folder"
             )
+        check_folder(self.model, best.path)
 
     def describe(self, step: int, results: Mapping[str, Result]) -> None:
         """Gives the results to the model card of a sentence-transformers model, which writes it when it is saved."""
@@ -113,17 +114,17 @@ class Keeper:
 
     def _save(self, folder: Path, step: int, results: Mapping[str, Result], base: Mapping[str, Result]) -> None:
         self.describe(step, results)
-        beside = save_weights(self.model, folder, save_model=self.link.save_model, loss=self.link.loss)
+        elsewhere = save_weights(self.model, folder, save_model=self.link.save_model, loss=self.link.loss)
         save_probe(self._probe(), folder)
         for name, result in results.items():
             result.save(folder / result_name("result", name))
         self._write_card(folder, step, results, base)
-        if beside and step == 0:
+        if elsewhere and step == 0:
             logger.warning(
-                "%d tensors train beside the adapter (%s, ...): the stored folders hold them in extra.safetensors, "
-                "which fullrank.weights.load_weights reads and other loaders do not",
-                len(beside),
-                beside[0],
+                "another loader would not make the scored model of the stored folders: %s. Load them with "
+                "fullrank.weights.load_weights(model, folder), which reads %s as well",
+                "; ".join(elsewhere),
+                EXTRA,
             )
 
     def _write_card(self, folder: Path, step: int, results: Mapping[str, Result], base: Mapping[str, Result]) -> None:
