@@ -1,15 +1,16 @@
 """Beside the trainer's own machinery: early stopping, best model, rotation, schedulers, cards, trackers, the hub."""
 
+import copy
 import json
 import math
 
 import peft
 import pytest
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from fullrank import Backbone, GoldenSet, RetrievalCallback
 from fullrank._errors import SettingError
-from training import LORA, Weights, equal_weights, make_trainer, plain_trainer, scripted, scripted_run
+from training import LORA, BiEncoder, Weights, equal_weights, make_trainer, plain_trainer, scripted, scripted_run
 
 BY_RECALL = {
     "evaluated": True,
@@ -268,3 +269,47 @@ def test_sharded_training_is_refused_before_it_begins(tiny_st, tiny_golden, pair
     trainer.args.fsdp = True  # as `fsdp=True` sets it; the Trainer takes that only where processes train together
     with pytest.raises(SettingError, match=r"FSDP spreads the weights over the processes.*Train with DDP"):
         RetrievalCallback(tiny_golden).attach(trainer)
+
+
+class Holding:
+    """An encoder of the user's own around some model."""
+
+    similarity = "cosine"
+
+    def __init__(self, backbone):
+        self.backbone = backbone
+
+    def encode_queries(self, texts):
+        raise AssertionError("nothing is encoded with a model that is not the one in training")
+
+    encode_documents = encode_queries
+
+
+@pytest.mark.parametrize("kind", ["Backbone", "own"])
+def test_an_encoder_of_another_model_is_refused_before_training(
+    tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path, kind
+):
+    trainer = plain_trainer(tiny_bert, tiny_tokenizer, pairs, tmp_path)
+    other = copy.deepcopy(tiny_bert)
+    encoder = Backbone(other, tiny_tokenizer) if kind == "Backbone" else Holding(other)
+    RetrievalCallback(tiny_golden, encoder=encoder).attach(trainer)
+    (tmp_path / "fullrank").mkdir()
+    with pytest.raises(SettingError, match="does not share a single parameter with the BiEncoder in training"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["fullrank"]  # refused before anything was moved
+
+
+def test_a_model_that_is_made_anew_when_training_begins_is_refused(
+    tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path
+):
+    plain = plain_trainer(tiny_bert, tiny_tokenizer, pairs, tmp_path)
+    trainer = Trainer(
+        model_init=lambda: BiEncoder(copy.deepcopy(tiny_bert)),
+        args=plain.args,
+        train_dataset=plain.train_dataset,
+        data_collator=plain.data_collator,
+    )
+    encoder = Backbone(trainer.model.backbone, tiny_tokenizer)
+    RetrievalCallback(tiny_golden, encoder=encoder).attach(trainer)
+    with pytest.raises(SettingError, match=r"model_init=...\), which makes another model when training begins"):
+        trainer.train()

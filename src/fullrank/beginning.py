@@ -10,7 +10,7 @@ from typing import Any
 from fullrank._errors import DataError
 from fullrank.encode import as_encoder
 from fullrank.guarding import Watch
-from fullrank.hooks import TrainerLink, precision_of
+from fullrank.hooks import TrainerLink, precision_of, refuse_other_model
 from fullrank.journal import Journal, move_aside
 from fullrank.keeper import Keeper
 from fullrank.options import Options
@@ -34,9 +34,10 @@ def begin(options: Options, link: TrainerLink, model: Any, args: Any, *, step: i
         ties = None if guard.baseline is None else guard.baseline.provenance.get("ties")
         if ties is not None and ties != options.ties:
             raise DataError(f"the baseline of the guard {guard.golden.name!r} has ties={ties!r}, not {options.ties!r}")
+    encoder = as_encoder(model if options.encoder is None else options.encoder)
+    refuse_other_model(encoder.model, model)
     # Also a barrier: no rank looks into the folder before an old one has moved.
     all_or_none(lambda: move_aside(folder) if writes and step == 0 else None)
-    encoder = as_encoder(model if options.encoder is None else options.encoder)
     precision = precision_of(args) if options.precision == "auto" else options.precision
     plans = _plans(encoder, options.golden, options.batch_tokens)
     guarded = {guard.golden.name: guard.golden for guard in options.guards}

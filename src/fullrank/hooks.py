@@ -16,10 +16,18 @@ from fullrank._errors import SettingError
 from fullrank.adapters import has_adapters
 from fullrank.encode import Precision
 from fullrank.in_batch import InBatchMonitor
+from fullrank.isolate import modules_within
 from fullrank.result import Finding
 from fullrank.weights import load_weights
 
-__all__ = ["TrainerLink", "foreign_checkpoints", "precision_of", "refuse_sharded", "refuse_unfit_arguments"]
+__all__ = [
+    "TrainerLink",
+    "foreign_checkpoints",
+    "precision_of",
+    "refuse_other_model",
+    "refuse_sharded",
+    "refuse_unfit_arguments",
+]
 
 
 class TrainerLink:
@@ -138,6 +146,21 @@ def precision_of(args: Any) -> Precision | None:
     if getattr(args, "bf16", False):
         return "bf16"
     return "fp16" if getattr(args, "fp16", False) else None
+
+
+def refuse_other_model(encoder: object, model: nn.Module) -> None:
+    """Raises `SettingError` where the encoder holds modules, and none of their parameters is one of the model's.
+
+    A ``Trainer(model_init=...)`` makes the model anew when training begins.
+    """
+    held = {id(parameter) for module in modules_within(encoder) for parameter in module.parameters()}
+    if held and held.isdisjoint(map(id, model.parameters())):
+        raise SettingError(
+            f"the encoder does not share a single parameter with the {type(model).__name__} in training: it would be "
+            "scored unchanged at every step. Make it of the trainer's own model, for example "
+            "Backbone(trainer.model.backbone, tokenizer); with Trainer(model_init=...), which makes another model when "
+            "training begins, pass the model itself instead: Trainer(model=...)"
+        )
 
 
 def refuse_sharded(args: Any, trainer: Any | None) -> None:

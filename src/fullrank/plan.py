@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullrank._errors import SettingError
 from fullrank.anytime import Anytime, Documents, extend_until, values_to_beat
@@ -150,8 +150,7 @@ class EvaluationPlan:
         )
 
     def _undisturbed(self) -> AbstractContextManager[None]:
-        model = getattr(self.encoder, "model", None)
-        return undisturbed(model if isinstance(model, nn.Module) else None)
+        return undisturbed(self.encoder.model)
 
     def probe(self, n: int = 8, *, precision: Precision | None = None) -> Tensor:
         """Returns float32 [2n, d] on the CPU: embeddings of the first ``n`` queries and documents, a fingerprint."""
