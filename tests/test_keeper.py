@@ -192,7 +192,7 @@ def test_after_training_the_trainers_own_evaluation_gets_no_stale_value(tiny_st,
 def test_a_metric_name_that_is_spelled_otherwise_is_refused_with_the_right_one(tiny_st, tiny_golden, pairs, tmp_path):
     trainer = make_trainer(tiny_st(), pairs, tmp_path, metric_for_best_model="recall_at_1")
     RetrievalCallback(tiny_golden).attach(trainer)
-    with pytest.raises(SettingError, match="is logged as 'recall@1'"):
+    with pytest.raises(SettingError, match="is logged as 'eval_recall@1'"):
         trainer.train()
 
 

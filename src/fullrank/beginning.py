@@ -36,6 +36,7 @@ def begin(options: Options, link: TrainerLink, model: Any, args: Any, *, step: i
             raise DataError(f"the baseline of the guard {guard.golden.name!r} has ties={ties!r}, not {options.ties!r}")
     encoder = as_encoder(model if options.encoder is None else options.encoder)
     refuse_other_model(encoder.model, model)
+    link.connect()
     # Also a barrier: no rank looks into the folder before an old one has moved.
     all_or_none(lambda: move_aside(folder) if writes and step == 0 else None)
     precision = precision_of(args) if options.precision == "auto" else options.precision

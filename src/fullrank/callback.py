@@ -24,7 +24,14 @@ from fullrank.data import GoldenSet
 from fullrank.encode import Encoder, Precision
 from fullrank.ending import Ending, conclude
 from fullrank.guards import CollapseThresholds, Guard, passed_over
-from fullrank.hooks import TrainerLink, foreign_checkpoints, refuse_sharded, refuse_unfit_arguments
+from fullrank.hooks import (
+    TrainerLink,
+    foreign_checkpoints,
+    refuse_no_trainer,
+    refuse_second,
+    refuse_sharded,
+    refuse_unfit_arguments,
+)
 from fullrank.in_batch import InBatchMonitor
 from fullrank.metrics import Metric, TieRule
 from fullrank.objective import collapse_names, log_names
@@ -126,8 +133,10 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def attach(self, trainer: Any) -> "RetrievalCallback":
         """Puts the callback first in ``trainer``, connects it to its trackers and its loss, and returns it."""
+        refuse_no_trainer(trainer)
         refuse_shadowed_adapter(trainer.model)
         refuse_sharded(trainer.args, trainer)
+        self.link.close()
         self.link = TrainerLink(trainer)
         self.link.register(self, self.monitor)
         return self
@@ -171,11 +180,12 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepares folders and encoders; trackers are not set up yet, so nothing is evaluated here."""
         model, options = kwargs["model"], self.options
+        refuse_second(state, self)
         refuse_shadowed_adapter(model)
         refuse_sharded(args, self.link.trainer)
         nothing = {name: dict.fromkeys(map(str, self.options.metrics), 0.0) for name in self.options.golden}
         self._names = list(log_names(nothing, self.options.objective, 0.0))
-        refuse_unfit_arguments(args, self._names)
+        refuse_unfit_arguments(args, self._names, self.link.trainer)
         if self.link.trainer is None:
             logger.warning(
                 "RetrievalCallback was given through callbacks=[...]: it cannot reach the trackers, the loss or "
