@@ -461,3 +461,42 @@ def test_an_active_adapter_beside_the_default_one_says_how_to_load_it(tiny_st, t
     model[0].model.set_adapter("other")
     run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
     assert "the active adapters are 'other', and loaders take 'default' alone" in caplog.text
+
+
+class Tied(training.BiEncoder):
+    """Two names for one tensor, which safetensors refuses to write."""
+
+    def __init__(self, backbone):
+        super().__init__(backbone)
+        words = backbone.embeddings.word_embeddings
+        self.head = nn.Linear(words.embedding_dim, words.num_embeddings, bias=False)
+        self.head.weight = words.weight
+
+
+def test_tied_weights_that_the_trainer_cannot_write_are_stored(tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path):
+    trainer = training.plain_trainer(tiny_bert, tiny_tokenizer, pairs, tmp_path)
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = Tied(tiny_bert)
+    run_to_peak(trainer, tiny_golden, encoder=Backbone(tiny_bert, tiny_tokenizer))
+    assert trainer.model.head.weight is tiny_bert.embeddings.word_embeddings.weight
+
+
+class Scaled(MultipleNegativesRankingLoss):
+    def __init__(self, model):
+        super().__init__(model)
+        self.slope = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, features, labels=None):
+        return super().forward(features, labels) * self.slope
+
+
+def test_a_user_loads_a_folder_without_the_loss(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path)
+    trainer.loss = Scaled(trainer.model)
+    callback = run_to_peak(trainer, tiny_golden)
+    assert (callback.best.path / "extra.safetensors").is_file()
+    fresh = tiny_st()
+    load_weights(fresh, str(callback.best.path))
+    assert equal_weights(fresh, trainer.model.state_dict())
+    loss = Scaled(fresh)
+    load_weights(fresh, callback.best.path, loss=loss)
+    assert loss.slope != 1.0

@@ -52,7 +52,7 @@ def begin(options: Options, link: TrainerLink, model: Any, args: Any, *, step: i
         precision=precision,
         thresholds=options.collapse,
         keeper=Keeper(
-            BestStore(folder / "best", keep_best=options.keep_best),
+            BestStore(folder / "best", keep_best=options.keep_best, resume=True),
             model,
             plans[options.objective.leading[0]],
             link,

@@ -56,12 +56,18 @@ def save_weights(
         save_model: writes the model; default is the model's own ``save_pretrained``, else its state as safetensors.
         loss: a loss module (or dict of them) whose trainable parameters go along.
     """
+    save_pretrained = getattr(outermost(model), "save_pretrained", None)
     if save_model is not None:
-        save_model(folder)
-    elif callable(save_pretrained := getattr(outermost(model), "save_pretrained", None)):
+        try:
+            save_model(folder)
+        except RuntimeError:  # safetensors refuses tied weights, which a trainer writes as they stand
+            if callable(save_pretrained) or not _shares_memory(model):
+                raise
+            _save_state(model, folder)
+    elif callable(save_pretrained):
         save_pretrained(str(folder))
     else:
-        save_file(_owned(outermost(model).state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+        _save_state(model, folder)
     move_active_up(model, folder)
     save_extra(model, folder, loss=loss)
     if not any(folder.rglob(ADAPTER)):
@@ -142,6 +148,15 @@ def check_folder(model: nn.Module, folder: Path) -> None:
 def changeable(model: nn.Module, *, loss: object = None) -> list[Tensor]:
     """Returns what training can change: trained parameters, stored buffers, parameters of the loss."""
     return [*_trained(model).values(), *dict(_buffers(model)).values(), *_loss_parameters(loss, model).values()]
+
+
+def _save_state(model: nn.Module, folder: Path) -> None:
+    save_file(_owned(outermost(model).state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _shares_memory(model: nn.Module) -> bool:
+    places = [value.data_ptr() for value in _tensors(outermost(model)).values() if value.numel()]
+    return len(set(places)) < len(places)
 
 
 def _load_whole(model: nn.Module, folder: Path) -> None:
