@@ -500,3 +500,48 @@ def test_a_user_loads_a_folder_without_the_loss(tiny_st, tiny_golden, pairs, tmp
     loss = Scaled(fresh)
     load_weights(fresh, callback.best.path, loss=loss)
     assert loss.slope != 1.0
+
+
+class Unfreeze(TrainerCallback):
+    """Freezes the norms when training begins (the optimizer has them), and lets them train from a step on."""
+
+    def __init__(self, step, event):
+        self.step, self.event = step, event
+
+    def switch(self, model, *, on):
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" in name:
+                parameter.requires_grad_(on)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.switch(model, on=False)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if self.event == "begin" and state.global_step == self.step:
+            self.switch(model, on=True)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if self.event == "end" and state.global_step == self.step:
+            self.switch(model, on=True)
+
+
+@pytest.mark.parametrize("event", ["begin", "end"])
+@pytest.mark.parametrize("best", [0, 2, 4])
+def test_a_best_of_before_an_unfreezing_is_restored(tiny_st, tiny_golden, pairs, tmp_path, event, best):
+    model = adapted(tiny_st(), "get_peft_model")
+    for name, parameter in model.named_parameters():
+        if "LayerNorm" in name:
+            parameter.requires_grad_(True)
+    trainer = make_trainer(model, pairs, tmp_path)
+    trainer.callback_handler.callbacks.insert(0, Unfreeze(3, event))
+    callback = scripted(trainer, tiny_golden, peak(best))
+    start = training.state_of(model)
+    weights = Weights()
+    trainer.add_callback(weights)
+    trainer.train()
+    assert callback.best.step == best
+    weights.at[0] = start
+    norm = next(name for name in start if "LayerNorm" in name)
+    assert torch.equal(weights.at[2][norm], start[norm])
+    assert not torch.equal(weights.at[6][norm], start[norm])
+    assert equal_weights(model, weights.at[best])

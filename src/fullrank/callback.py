@@ -228,6 +228,11 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._announcer.release(state.max_steps)
         self._clock.start()
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Notes what begins to train, before its first update."""
+        if self._run.writes:
+            self._run.keeper.before_update()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Evaluates every N steps and at the last one."""
         if (seconds := self._clock.stop()) is not None:

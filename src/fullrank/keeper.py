@@ -21,7 +21,7 @@ from fullrank.objective import Objective
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
 from fullrank.store import BestStore, Stored
-from fullrank.weights import EXTRA, check_folder, load_probe, load_weights, save_probe, save_weights
+from fullrank.weights import EXTRA, check_folder, complete_extra, load_probe, load_weights, save_probe, save_weights
 
 __all__ = ["Keeper"]
 
@@ -55,6 +55,7 @@ class Keeper:
     ) -> None:
         self.store, self.model, self.plan, self.link = store, model, plan, link
         self.objective, self.precision = objective, precision
+        self._frozen = self._frozen_now()
 
     def keep(
         self, step: int, score: float, results: Mapping[str, Result], *, base: Mapping[str, Result] | None = None
@@ -78,6 +79,20 @@ class Keeper:
                 raise
             logger.error("the weights of step %d could not be stored (%s); the best so far stays", step, error)
             return False
+
+    def before_update(self) -> None:
+        """Completes the stored folders where tensors begin to train: beside adapters only trained ones are there."""
+        begun = any(parameter.requires_grad for parameter in self._frozen)
+        self._frozen = self._frozen_now()
+        if begun:
+            try:
+                for entry in self.store.stored:
+                    complete_extra(self.model, entry.path)
+            except Exception as error:  # as in `keep`: training must not die of it
+                logger.error("what begins to train could not be added to the stored steps: %s", error)
+
+    def _frozen_now(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
 
     def restore(self, best: Stored) -> None:
         """Puts stored weights into the model.

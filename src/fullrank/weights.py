@@ -30,6 +30,7 @@ from fullrank.wrappers import outermost
 __all__ = [
     "changeable",
     "check_folder",
+    "complete_extra",
     "load_probe",
     "load_weights",
     "save_extra",
@@ -84,6 +85,17 @@ def save_extra(model: nn.Module, folder: Path, *, loss: object = None) -> None:
         extra |= _trained(model) | dict(_buffers(model))
     if extra:
         save_file(_owned(extra), folder / EXTRA)
+
+
+def complete_extra(model: nn.Module, folder: Path) -> None:
+    """Adds the tensors that have begun to train since ``folder`` was stored: as they stand, before their first step."""
+    if not (folder / EXTRA).is_file() or not any(folder.rglob(ADAPTER)):
+        return
+    state = load_file(folder / EXTRA)
+    if fresh := {name: value for name, value in _trained(model).items() if name not in state}:
+        partial = folder / f".{EXTRA}.partial"
+        save_file({**state, **_owned(fresh)}, partial)
+        partial.replace(folder / EXTRA)
 
 
 def load_weights(model: nn.Module, folder: str | os.PathLike[str], *, loss: object = None) -> None:
