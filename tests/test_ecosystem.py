@@ -1,15 +1,17 @@
 """Beside the trainer's own machinery: early stopping, best model, rotation, schedulers, cards, trackers, the hub."""
 
+import copy
 import json
 import math
+import pickle
 
 import peft
 import pytest
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from fullrank import Backbone, GoldenSet, RetrievalCallback
 from fullrank._errors import SettingError
-from training import LORA, Weights, equal_weights, make_trainer, plain_trainer, scripted, scripted_run
+from training import LORA, BiEncoder, Weights, equal_weights, make_trainer, plain_trainer, scripted, scripted_run
 
 BY_RECALL = {
     "evaluated": True,
@@ -268,3 +270,144 @@ def test_sharded_training_is_refused_before_it_begins(tiny_st, tiny_golden, pair
     trainer.args.fsdp = True  # as `fsdp=True` sets it; the Trainer takes that only where processes train together
     with pytest.raises(SettingError, match=r"FSDP spreads the weights over the processes.*Train with DDP"):
         RetrievalCallback(tiny_golden).attach(trainer)
+
+
+class Holding:
+    """An encoder of the user's own around some model."""
+
+    similarity = "cosine"
+
+    def __init__(self, backbone):
+        self.backbone = backbone
+
+    def encode_queries(self, texts):
+        raise AssertionError("nothing is encoded with a model that is not the one in training")
+
+    encode_documents = encode_queries
+
+
+@pytest.mark.parametrize("kind", ["Backbone", "own"])
+def test_an_encoder_of_another_model_is_refused_before_training(
+    tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path, kind
+):
+    trainer = plain_trainer(tiny_bert, tiny_tokenizer, pairs, tmp_path)
+    other = copy.deepcopy(tiny_bert)
+    encoder = Backbone(other, tiny_tokenizer) if kind == "Backbone" else Holding(other)
+    RetrievalCallback(tiny_golden, encoder=encoder).attach(trainer)
+    (tmp_path / "fullrank").mkdir()
+    with pytest.raises(SettingError, match="does not share a single parameter with the BiEncoder in training"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["fullrank"]  # refused before anything was moved
+
+
+def test_a_model_that_is_made_anew_when_training_begins_is_refused(
+    tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path
+):
+    plain = plain_trainer(tiny_bert, tiny_tokenizer, pairs, tmp_path)
+    trainer = Trainer(
+        model_init=lambda: BiEncoder(copy.deepcopy(tiny_bert)),
+        args=plain.args,
+        train_dataset=plain.train_dataset,
+        data_collator=plain.data_collator,
+    )
+    encoder = Backbone(trainer.model.backbone, tiny_tokenizer)
+    RetrievalCallback(tiny_golden, encoder=encoder).attach(trainer)
+    with pytest.raises(SettingError, match=r"model_init=...\), which makes another model when training begins"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("faq/recall@1", "eval_faq_recall@1"), ("tiny_recall_at_01", "eval_tiny_recall@1"), ("dev/MRR@10", None)],
+)
+def test_a_near_miss_of_a_metric_is_told_at_the_start(tiny_st, tiny_golden, pairs, tmp_path, attached, name, meant):
+    faq = GoldenSet(tiny_golden.queries, tiny_golden.corpus, tiny_golden.qrels, name="faq")
+    callback = RetrievalCallback([tiny_golden, faq], select="faq/mrr@10")
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, metric_for_best_model=name, greater_is_better=True)
+    if attached:
+        callback.attach(trainer)
+    else:
+        trainer.add_callback(callback)
+    with pytest.raises(SettingError, match=f"is logged as '{meant or 'eval_mrr@10'}'; write it so"):
+        trainer.train()
+
+
+def test_a_metric_that_nobody_computes_is_refused_at_the_start(tiny_st, tiny_golden, pairs, tmp_path):
+    options = {"metric_for_best_model": "ndcg_at_5", "greater_is_better": True, "max_steps": 1}
+    trainer = make_trainer(tiny_st(), pairs, tmp_path / "a", **options)
+    RetrievalCallback(tiny_golden).attach(trainer)
+    with pytest.raises(SettingError, match=r"not computed; pass metrics=\[..., 'ndcg@5'\].*eval_recall@1"):
+        trainer.train()
+    trainer = make_trainer(tiny_st(), pairs, tmp_path / "b", **options)
+    trainer.compute_metrics = lambda prediction: {"ndcg_at_5": 0.5}
+    RetrievalCallback(tiny_golden).attach(trainer)
+    trainer.train()
+
+
+def test_two_callbacks_in_the_list_are_refused(tiny_st, tiny_golden, pairs, tmp_path):
+    both = [RetrievalCallback(tiny_golden), RetrievalCallback(tiny_golden, select="mrr@10")]
+    trainer = make_trainer(tiny_st(), pairs, tmp_path, callbacks=both)
+    with pytest.raises(SettingError, match="the trainer has a RetrievalCallback already"):
+        trainer.train()
+    trainer.remove_callback(both[1])
+    trainer.train()  # one alone goes on, also after the failure, and again
+    trainer.train()
+
+
+@pytest.mark.parametrize("thing", [None, "model"])
+def test_what_is_no_trainer_is_refused(tiny_st, tiny_golden, thing):
+    with pytest.raises(SettingError, match="attach needs a transformers Trainer or SentenceTransformerTrainer, got"):
+        RetrievalCallback(tiny_golden).attach(tiny_st() if thing == "model" else None)
+
+
+def seams(part):
+    names = ("forward", "calculate_loss", "compute_loss_from_embeddings", "similarity_fct", "sim_matrix")
+    return {name: vars(part)[name] for name in names if name in vars(part)}
+
+
+def in_batch(trainer):
+    return [line for line in trainer.state.log_history if "in_batch_acc" in line]
+
+
+@pytest.mark.parametrize("kind", ["plain", "matryoshka 2d", "guided", "adapter"])
+def test_after_training_model_loss_and_trainer_are_as_before(
+    tiny_st, tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path, kind
+):
+    from sentence_transformers.sentence_transformer import losses
+
+    if kind == "plain":
+        trainer = plain_trainer(tiny_bert, tiny_tokenizer, pairs, tmp_path)
+        encoder, touched = Backbone(trainer.model.backbone, tiny_tokenizer), list(trainer.model.modules())
+    else:
+        model = tiny_st()
+        if kind == "adapter":
+            model[0].model = peft.get_peft_model(model[0].model, peft.LoraConfig(**LORA))
+        trainer, encoder = make_trainer(model, pairs, tmp_path, max_steps=2), None
+        if kind == "matryoshka 2d":
+            inner = losses.MultipleNegativesRankingLoss(model)
+            trainer.loss = losses.Matryoshka2dLoss(model, inner, [32, 16], n_layers_per_step=1)
+        if kind == "guided":
+            trainer.loss = losses.CachedGISTEmbedLoss(model, tiny_st(), mini_batch_size=4)
+        touched = [part for part in trainer.loss.modules() if part not in set(model.modules())]
+    before = [seams(part) for part in touched]
+    own = set(vars(trainer))
+    callback = RetrievalCallback(tiny_golden, every=4, encoder=encoder).attach(trainer)
+    assert [seams(part) for part in touched] != before or any(part._forward_hooks for part in touched)
+    trainer.train()
+    seen = len(in_batch(trainer))
+    assert seen
+    assert [seams(part) for part in touched] == before
+    assert not any(part._forward_hooks for part in touched)
+    assert not {"log", "_load_from_checkpoint"} & (set(vars(trainer)) - own)
+    if kind in ("plain", "adapter"):  # the others leave hooks of their own
+        pickle.dumps(trainer.model)
+        pickle.dumps(getattr(trainer, "loss", None))
+    trainer.train()  # the same callback once more
+    assert len(in_batch(trainer)) == seen
+    assert callback.best is not None
+    callback.attach(trainer)
+    callback.attach(trainer)
+    trainer.train()
+    assert len(in_batch(trainer)) == seen
+    assert not {"log", "_load_from_checkpoint"} & (set(vars(trainer)) - own)

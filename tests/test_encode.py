@@ -657,3 +657,39 @@ def test_an_encoder_puts_its_own_prompts_in_front():
     as_encoder(own).encode_queries(["cat"])
     as_encoder(own, query_prompt="q: ").encode_queries(["cat"])
     assert own.seen == ["cat", "q: cat"]
+
+
+def test_what_cannot_be_a_backbone_is_refused_when_it_is_made(tiny_bert, tiny_tokenizer):
+    with pytest.raises(SettingError, match="Backbone needs a torch module, got str"):
+        Backbone("bert", tiny_tokenizer)
+    with pytest.raises(SettingError, match="Backbone needs the tokenizer of the model, got NoneType"):
+        Backbone(tiny_bert, None)
+    for length in (0, -5, 1.5):
+        with pytest.raises(SettingError, match=f"max_length={length} must be a whole number of tokens from 1"):
+            Backbone(tiny_bert, tiny_tokenizer, max_length=length)
+    with pytest.raises(SettingError, match=r"max_length is 65, but BertModel has 64 positions.*max_length=64 or less"):
+        Backbone(tiny_bert, tiny_tokenizer, max_length=65)
+    tiny_tokenizer.model_max_length = 10**30
+    with pytest.raises(SettingError, match="the tokenizer's model_max_length is 1e"):
+        Backbone(tiny_bert, tiny_tokenizer)
+    assert Backbone(tiny_bert, tiny_tokenizer, max_length=64).encode_queries(["ban " * 100]).shape == (1, 32)
+
+
+def test_positions_are_counted_behind_the_padding(tiny_tokenizer):
+    from transformers import RobertaConfig, RobertaModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = RobertaModel(RobertaConfig(vocab_size=200, max_position_embeddings=34, pad_token_id=1, **sizes)).eval()
+    tiny_tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    with pytest.raises(SettingError, match="RobertaModel has 32 positions"):
+        Backbone(model, tiny_tokenizer, max_length=33)
+    assert Backbone(model, tiny_tokenizer, max_length=32).encode_queries(["ban " * 100]).shape == (1, 32)
+
+
+def test_a_model_with_a_head_says_what_to_pass(tiny_bert, tiny_tokenizer):
+    from transformers import BertForMaskedLM
+
+    model = BertForMaskedLM(tiny_bert.config).eval()
+    with pytest.raises(SettingError, match=r"BertForMaskedLM gives no last_hidden_state.*Backbone\(model.bert, "):
+        Backbone(model, tiny_tokenizer).encode_queries(["ban"])
+    assert Backbone(model.bert, tiny_tokenizer).encode_queries(["ban"]).shape == (1, 32)

@@ -917,3 +917,18 @@ def test_the_fingerprint_tells_weights_apart_and_only_weights(tiny_st, tiny_gold
     with torch.no_grad():
         model[0].model.encoder.layer[1].output.dense.weight.add_(1e-4)
     assert evaluate(model, tiny_golden).provenance["model_fingerprint"] != first
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_complex_embeddings_are_refused(tiny_golden, kind):
+    tables = [np.ones((len(part), 3)) + 1j for part in (tiny_golden.queries, tiny_golden.corpus)]
+    with pytest.raises(EvaluationError, match=r"embeddings are .*complex128; expected real numbers"):
+        evaluate_embeddings(*(map(torch.from_numpy, tables) if kind == "tensor" else tables), tiny_golden)
+
+
+def test_reprs_are_short_whatever_the_size(tiny_golden):
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(len(part), 3)) for part in (tiny_golden.queries, tiny_golden.corpus)]
+    result = evaluate_embeddings(*rows, tiny_golden, metrics=["recall@40"])
+    assert repr(tiny_golden) == "GoldenSet('tiny', 15 queries, 40 documents)"
+    assert repr(result) == "Result(recall@40=1.0000; 15 queries)"

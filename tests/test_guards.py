@@ -127,3 +127,10 @@ def test_several_sets_carry_their_names(tiny_st, tiny_golden, pairs, tmp_path):
     trainer.train()
     row = next(row for row in trainer.state.log_history if row["step"] == 0)
     assert {"eval_tiny_tie_rate", "eval_faq_tie_rate"} <= set(row)
+
+
+def test_what_is_no_guard_is_named_by_its_kind(tiny_golden):
+    for guards in (tiny_golden, [tiny_golden, tiny_golden]):
+        with pytest.raises(SettingError) as caught:
+            RetrievalCallback(tiny_golden, guards=guards)
+        assert str(caught.value) == "guards must be Guard(golden, ...) or a list of them, got GoldenSet"

@@ -668,3 +668,11 @@ def test_watch_model_passes_by_what_it_cannot_read(output):
     monitor.watch_model(model)
     assert model() is output
     assert monitor.flush() == {}
+
+
+def test_record_takes_lists_and_refuses_what_is_no_table():
+    monitor = InBatchMonitor()
+    monitor.record([[0.9, 0.1], [0.8, 0.2]])
+    assert monitor.flush()["in_batch_acc"] == 0.5
+    with pytest.raises(DataError, match=r"scores must be a tensor \[queries, candidates\], got a str"):
+        monitor.record("scores")

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from torch import nn
@@ -17,7 +19,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 import training
 from fullrank import Backbone, RetrievalCallback, evaluate
-from fullrank._errors import DataError, SettingError
+from fullrank._errors import DataError, EvaluationError, SettingError
+from fullrank.weights import load_weights
 from training import LORA, Weights, equal_weights, scripted
 
 peft = pytest.importorskip("peft")
@@ -189,7 +192,7 @@ def test_after_training_the_trainers_own_evaluation_gets_no_stale_value(tiny_st,
 def test_a_metric_name_that_is_spelled_otherwise_is_refused_with_the_right_one(tiny_st, tiny_golden, pairs, tmp_path):
     trainer = make_trainer(tiny_st(), pairs, tmp_path, metric_for_best_model="recall_at_1")
     RetrievalCallback(tiny_golden).attach(trainer)
-    with pytest.raises(SettingError, match="is logged as 'recall@1'"):
+    with pytest.raises(SettingError, match="is logged as 'eval_recall@1'"):
         trainer.train()
 
 
@@ -367,3 +370,178 @@ def test_a_disk_that_is_full_leaves_the_best_so_far_and_training_goes_on(tiny_st
     assert "the weights of step 4 could not be stored (" in run.stderr
     assert "); the best so far stays" in run.stderr
     assert sorted(p.name for p in (tmp_path / "run" / "fullrank" / "best").iterdir()) == ["manifest.json", "step-6"]
+
+
+class Damage(TrainerCallback):
+    """Does something to the folder of step 2 after it was stored."""
+
+    def __init__(self, harm):
+        self.harm = harm
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            (folder,) = Path(args.output_dir).glob("fullrank/best/step-2")
+            self.harm(folder)
+
+
+def other_values(folder):
+    path = folder / "adapter_model.safetensors"
+    save_file({name: value * 5 + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def other_alpha(folder):
+    path = folder / "adapter_config.json"
+    path.write_text(path.read_text().replace('"lora_alpha": 16', '"lora_alpha": 17'))
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (other_values, "adapter_model.safetensors does not hold the adapter that was scored"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+        (other_alpha, "adapter_config.json' changed or gone"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json' changed or gone"),
+        (lambda folder: (folder / "modules.json").unlink(), "modules.json"),
+    ],
+)
+@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
+def test_what_is_verified_is_the_folder_that_others_load(tiny_st, tiny_golden, pairs, tmp_path, route, harm, text):
+    model = adapted(tiny_st(), route)
+    trainer = make_trainer(model, pairs, tmp_path)
+    scripted(trainer, tiny_golden, peak(2))
+    trainer.add_callback(Damage(harm))
+    with pytest.raises(EvaluationError, match=text):
+        trainer.train()
+
+
+def test_the_files_of_a_whole_model_are_verified_too(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path)
+    scripted(trainer, tiny_golden, peak(2))
+    trainer.add_callback(Damage(lambda folder: (folder / "tokenizer.json").write_text("{}")))
+    with pytest.raises(EvaluationError, match=r"tokenizer.json' changed or gone. Do not use this folder"):
+        trainer.train()
+
+
+def adapted(model, route, name="default", **options):
+    config = peft.LoraConfig(**{**LORA, **options})
+    if route == "add_adapter":
+        model.add_adapter(config, name)
+    else:
+        model[0].model = peft.get_peft_model(model[0].model, config, adapter_name=name)
+    return model
+
+
+@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
+def test_dora_says_at_step_0_how_to_load_it(tiny_st, tiny_golden, pairs, tmp_path, route, caplog):
+    callback = run_to_peak(make_trainer(adapted(tiny_st(), route, use_dora=True), pairs, tmp_path), tiny_golden)
+    assert caplog.text.count("loses the magnitudes of DoRA adapters") == 1
+    assert "Load them with fullrank.weights.load_weights(model, folder)" in caplog.text
+    fresh = adapted(tiny_st(), route, use_dora=True)
+    load_weights(fresh, str(callback.best.path))
+    assert evaluate(fresh, tiny_golden).hits == evaluate(callback._session.model, tiny_golden).hits
+
+
+@pytest.mark.parametrize("route", ["get_peft_model", "add_adapter"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("default", {"bias": "all"}), ("default", {"modules_to_save": ["pooler"]}), ("mine", {})],
+    ids=["biases", "whole modules", "another name"],
+)
+def test_other_loaders_read_the_adapter_folder(tiny_st, tiny_golden, pairs, tmp_path, route, name, options, caplog):
+    trainer = make_trainer(adapted(tiny_st(), route, name, **options), pairs, tmp_path)
+    callback = run_to_peak(trainer, tiny_golden)
+    assert "another loader" not in caplog.text
+    fresh = SentenceTransformer(str(callback.best.path), device="cpu")
+    assert evaluate(fresh, tiny_golden).hits == evaluate(trainer.model, tiny_golden).hits
+
+
+def test_an_active_adapter_beside_the_default_one_says_how_to_load_it(tiny_st, tiny_golden, pairs, tmp_path, caplog):
+    model = adapted(tiny_st(), "get_peft_model")
+    model[0].model.add_adapter("other", peft.LoraConfig(**LORA))
+    model[0].model.set_adapter("other")
+    run_to_peak(make_trainer(model, pairs, tmp_path), tiny_golden)
+    assert "the active adapters are 'other', and loaders take 'default' alone" in caplog.text
+
+
+class Tied(training.BiEncoder):
+    """Two names for one tensor, which safetensors refuses to write."""
+
+    def __init__(self, backbone):
+        super().__init__(backbone)
+        words = backbone.embeddings.word_embeddings
+        self.head = nn.Linear(words.embedding_dim, words.num_embeddings, bias=False)
+        self.head.weight = words.weight
+
+
+def test_tied_weights_that_the_trainer_cannot_write_are_stored(tiny_bert, tiny_tokenizer, tiny_golden, pairs, tmp_path):
+    trainer = training.plain_trainer(tiny_bert, tiny_tokenizer, pairs, tmp_path)
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = Tied(tiny_bert)
+    run_to_peak(trainer, tiny_golden, encoder=Backbone(tiny_bert, tiny_tokenizer))
+    assert trainer.model.head.weight is tiny_bert.embeddings.word_embeddings.weight
+
+
+class Scaled(MultipleNegativesRankingLoss):
+    def __init__(self, model):
+        super().__init__(model)
+        self.slope = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, features, labels=None):
+        return super().forward(features, labels) * self.slope
+
+
+def test_a_user_loads_a_folder_without_the_loss(tiny_st, tiny_golden, pairs, tmp_path):
+    trainer = make_trainer(tiny_st(), pairs, tmp_path)
+    trainer.loss = Scaled(trainer.model)
+    callback = run_to_peak(trainer, tiny_golden)
+    assert (callback.best.path / "extra.safetensors").is_file()
+    fresh = tiny_st()
+    load_weights(fresh, str(callback.best.path))
+    assert equal_weights(fresh, trainer.model.state_dict())
+    loss = Scaled(fresh)
+    load_weights(fresh, callback.best.path, loss=loss)
+    assert loss.slope != 1.0
+
+
+class Unfreeze(TrainerCallback):
+    """Freezes the norms when training begins (the optimizer has them), and lets them train from a step on."""
+
+    def __init__(self, step, event):
+        self.step, self.event = step, event
+
+    def switch(self, model, *, on):
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" in name:
+                parameter.requires_grad_(on)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.switch(model, on=False)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if self.event == "begin" and state.global_step == self.step:
+            self.switch(model, on=True)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if self.event == "end" and state.global_step == self.step:
+            self.switch(model, on=True)
+
+
+@pytest.mark.parametrize("event", ["begin", "end"])
+@pytest.mark.parametrize("best", [0, 2, 4])
+def test_a_best_of_before_an_unfreezing_is_restored(tiny_st, tiny_golden, pairs, tmp_path, event, best):
+    model = adapted(tiny_st(), "get_peft_model")
+    for name, parameter in model.named_parameters():
+        if "LayerNorm" in name:
+            parameter.requires_grad_(True)
+    trainer = make_trainer(model, pairs, tmp_path)
+    trainer.callback_handler.callbacks.insert(0, Unfreeze(3, event))
+    callback = scripted(trainer, tiny_golden, peak(best))
+    start = training.state_of(model)
+    weights = Weights()
+    trainer.add_callback(weights)
+    trainer.train()
+    assert callback.best.step == best
+    weights.at[0] = start
+    norm = next(name for name in start if "LayerNorm" in name)
+    assert torch.equal(weights.at[2][norm], start[norm])
+    assert not torch.equal(weights.at[6][norm], start[norm])
+    assert equal_weights(model, weights.at[best])

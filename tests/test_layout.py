@@ -88,6 +88,7 @@ BELOW_TORCH = [
     "in_batch",
     "unison",
     "scoring",
+    "adapters",
     "weights",
     "hooks",
     "keeper",

@@ -250,3 +250,19 @@ def test_resuming_twice(tiny_st, tiny_golden, pairs, tmp_path):
     assert [(line.step, line.note) for line in callback.history] == [(step, None) for step in range(0, 13, 2)]
     assert callback.best.step == 6
     assert [row["step"] for row in trainer.state.log_history if "eval_recall@1" in row] == list(range(0, 13, 2))
+
+
+def test_a_best_folder_without_its_weights_is_no_candidate_on_resume(tiny_st, tiny_golden, pairs, tmp_path, caplog):
+    def run(scores):
+        trainer = make_trainer(tiny_st(), pairs, tmp_path, save_strategy="steps", save_steps=4, max_steps=6)
+        return trainer, scripted(trainer, tiny_golden, scores)
+
+    trainer, callback = run({0: 0.1, 2: 0.9, 4: 0.3})
+    trainer.add_callback(Crash(5))
+    crash(trainer)
+    (callback.best.path / "model.safetensors").unlink()
+    trainer, callback = run({6: 0.4})
+    trainer.train(resume_from_checkpoint=True)
+    assert callback.best.step == 6
+    assert "the weights of step 2, which scored best (0.9000), are not in" in caplog.text
+    assert "holds steps of an earlier run" not in caplog.text

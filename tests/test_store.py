@@ -178,8 +178,8 @@ def test_the_manifest_lists_steps_and_scores(tmp_path):
     run(store, [0.1 + 0.2, 1 / 3, 0.1])
     body = json.loads((tmp_path / "manifest.json").read_text())
     assert body["kept"] == [
-        {"step": 4, "score": 1 / 3, "folder": "step-4"},
-        {"step": 2, "score": 0.1 + 0.2, "folder": "step-2"},
+        {"step": 4, "score": 1 / 3, "folder": "step-4", "files": {"1_Pooling/config.json": 2, "weights": 1}},
+        {"step": 2, "score": 0.1 + 0.2, "folder": "step-2", "files": {"1_Pooling/config.json": 2, "weights": 1}},
     ]
 
 
@@ -609,3 +609,50 @@ def test_the_example_of_the_docstring_works(tmp_path, tiny_bert):
     assert store.offer(3, 0.25, lambda folder: tiny_bert.save_pretrained(folder))
     assert isinstance(store.best.path, Path)
     assert (store.best.path / "config.json").is_file()
+
+
+# ------------------------------------------------------------------------------------------------ a used folder, damage
+
+
+def test_a_used_folder_says_once_what_must_be_beaten(tmp_path, caplog):
+    run(BestStore(tmp_path / "best"), [0.9])
+    store = BestStore(tmp_path / "best")
+    assert not caplog.text  # looking says nothing
+    assert run(store, [0.3, 0.95], first=4) == [False, True]
+    assert caplog.text.count("holds steps of an earlier run (step 2: 0.9000): what is offered now must beat them") == 1
+    assert "Pass resume=False" in caplog.text
+
+
+def test_a_used_folder_can_be_gone_on_with_or_moved_aside(tmp_path, caplog):
+    run(BestStore(tmp_path / "best"), [0.9])
+    assert run(BestStore(tmp_path / "best", resume=True), [0.3], first=4) == [False]
+    assert not caplog.text
+    fresh = BestStore(tmp_path / "best", resume=False)
+    assert run(fresh, [0.3], first=4) == [True]
+    assert fresh.best.step == 4
+    assert folders(tmp_path) == ["best", "best.1"]
+    assert weights(BestStore(tmp_path / "best.1")) == {2: "2"}
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "emptied"])
+def test_a_step_that_lost_its_weights_is_no_stored_step(tmp_path, harm, caplog):
+    store = BestStore(tmp_path, keep_best=2)
+    for step, score in ((2, 0.5), (4, 0.9)):
+        store.offer(step, score, saver(step * 1_000_000))
+    file = store.best.path / "weights"
+    if harm == "gone":
+        file.unlink()
+    else:
+        file.write_text("" if harm == "emptied" else "40")
+    opened = BestStore(tmp_path, keep_best=2, resume=True)
+    assert [entry.step for entry in opened.stored] == [2]
+    assert "step-4 has lost files since it was stored, and is no candidate any more" in caplog.text
+    assert opened.offer(4, 0.9, saver("again"))
+    assert weights(BestStore(tmp_path)) == {2: "2000000", 4: "again"}
+
+
+def test_a_card_may_change(tmp_path):
+    store = BestStore(tmp_path)
+    store.offer(2, 0.5, lambda folder: (folder / "README.md").write_text("a card"))
+    (store.best.path / "README.md").write_text("")
+    assert BestStore(tmp_path).best.step == 2

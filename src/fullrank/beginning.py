@@ -11,7 +11,7 @@ from typing import Any
 from fullrank._errors import DataError
 from fullrank.encode import as_encoder
 from fullrank.guarding import Watch
-from fullrank.hooks import TrainerLink, precision_of
+from fullrank.hooks import TrainerLink, precision_of, refuse_other_model
 from fullrank.journal import Journal, move_aside
 from fullrank.keeper import Keeper
 from fullrank.leaks import dataset_texts, leaks
@@ -45,9 +45,11 @@ def begin(
         ties = None if guard.baseline is None else guard.baseline.provenance.get("ties")
         if ties is not None and ties != options.ties:
             raise DataError(f"the baseline of the guard {guard.golden.name!r} has ties={ties!r}, not {options.ties!r}")
+    encoder = as_encoder(model if options.encoder is None else options.encoder)
+    refuse_other_model(encoder.model, model)
+    link.connect()
     # Also a barrier: no rank looks into the folder before an old one has moved.
     all_or_none(lambda: move_aside(folder) if writes and step == 0 else None)
-    encoder = as_encoder(model if options.encoder is None else options.encoder)
     precision = precision_of(args) if options.precision == "auto" else options.precision
     plans = _plans(encoder, options.golden, options.batch_tokens)
     pooled = pooled_sets(options.golden, options.pool)
@@ -63,7 +65,7 @@ def begin(
         thresholds=options.collapse,
         keeper=Keeper(
             # The base model stays a candidate to the end, where the values on a pool do not count any more.
-            BestStore(folder / "best", keep_best=options.keep_best, pinned=[0] if pooled else []),
+            BestStore(folder / "best", keep_best=options.keep_best, pinned=[0] if pooled else [], resume=True),
             model,
             plans[options.objective.leading[0]],
             link,

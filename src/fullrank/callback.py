@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from fullrank._errors import SettingError
+from fullrank.adapters import has_adapters, refuse_shadowed_adapter
 from fullrank.adviser import Adviser
 from fullrank.announce import Announcer
 from fullrank.beginning import begin, look_before, names_to_log
@@ -24,7 +25,16 @@ from fullrank.data import GoldenSet
 from fullrank.encode import Encoder, Precision
 from fullrank.ending import Ending, conclude, last_logs, words, write_page
 from fullrank.guards import CollapseThresholds, Guard
-from fullrank.hooks import TrainerLink, foreign_checkpoints, refuse_sharded, refuse_unfit_arguments, schedule_of, tag_of
+from fullrank.hooks import (
+    TrainerLink,
+    foreign_checkpoints,
+    refuse_no_trainer,
+    refuse_second,
+    refuse_sharded,
+    refuse_unfit_arguments,
+    schedule_of,
+    tag_of,
+)
 from fullrank.in_batch import InBatchMonitor
 from fullrank.metrics import Metric, TieRule
 from fullrank.objective import log_name, pool_name
@@ -37,7 +47,7 @@ from fullrank.schedule import StepClock, cost_line, cost_remedy
 from fullrank.session import Session
 from fullrank.settings import DEFAULT_METRICS
 from fullrank.store import Stored
-from fullrank.weights import has_adapters, refuse_shadowed_adapter, save_extra
+from fullrank.weights import save_extra
 
 __all__ = ["RetrievalCallback"]
 
@@ -143,8 +153,10 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def attach(self, trainer: Any) -> "RetrievalCallback":
         """Puts the callback first in ``trainer``, connects it to its trackers and its loss, and returns it."""
+        refuse_no_trainer(trainer)
         refuse_shadowed_adapter(trainer.model)
         refuse_sharded(trainer.args, trainer)
+        self.link.close()
         self.link = TrainerLink(trainer)
         self.link.register(self, self.monitor)
         return self
@@ -188,13 +200,14 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepares folders and encoders; trackers are not set up yet, so nothing is evaluated here."""
         model, options = kwargs["model"], self.options
+        refuse_second(state, self)
         refuse_shadowed_adapter(model)
         refuse_sharded(args, self.link.trainer)
         pooled, (set_name, metric) = pooled_sets(options.golden, options.pool), options.objective.leading
         self._names, self._is_pooled = names_to_log(options, pooled), set_name in pooled
         several = len(options.golden) > 1
         self._shown = tag_of(log_name(set_name, pool_name(str(metric), self._is_pooled), several=several))
-        refuse_unfit_arguments(args, self._names)
+        refuse_unfit_arguments(args, self._names, self.link.trainer)
         if self.link.trainer is None:
             logger.warning(
                 "RetrievalCallback was given through callbacks=[...]: it cannot reach the trackers, the loss or "
@@ -239,6 +252,11 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Prints the line of an evaluation for which no loss line came."""
         self._announcer.release(state.max_steps)
         self._clock.start()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Notes what begins to train, before its first update."""
+        if self._run.writes:
+            self._run.keeper.before_update()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Evaluates every N steps and at the last one."""

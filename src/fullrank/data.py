@@ -142,6 +142,9 @@ class GoldenSet:
             name=name,
         )
 
+    def __repr__(self) -> str:
+        return f"GoldenSet({self.name!r}, {len(self.queries)} queries, {len(self.corpus)} documents)"
+
     @cached_property
     def query_ids(self) -> tuple[str, ...]:
         """Ids of all queries, answerable or not, in the order given."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fullrank._errors import EvaluationError, SettingError
 from fullrank.models import is_sharded
 from fullrank.search import Similarity
+from fullrank.settings import refuse_no_count
 from fullrank.tokens import Features, Tokenised, encode_tokens
 from fullrank.wrappers import (
     Side,
@@ -66,11 +67,12 @@ class Backbone:
         tokenizer: of the model; either padding side.
         pooling: ``mean`` over the tokens under the mask, ``cls`` (first token) or ``last`` (last token).
         query_prompt, document_prompt: put in front of every text of that side.
-        max_length: texts are cut there, in tokens.
+        max_length: texts are cut there, in tokens; default: the limit of the tokenizer.
         similarity: ``cosine``, ``dot`` or ``euclidean``.
 
     Raises:
-        SettingError: unknown pooling or similarity.
+        SettingError: unknown pooling or similarity, no module, no tokenizer, or texts longer than the model has
+            positions.
     """
 
     model: nn.Module
@@ -85,6 +87,19 @@ class Backbone:
         if self.pooling not in get_args(Pooling):
             raise SettingError(f"pooling={self.pooling!r} is unknown; choose one of {', '.join(get_args(Pooling))}")
         _checked_similarity(self.similarity)
+        if not isinstance(self.model, nn.Module):
+            raise SettingError(f"Backbone needs a torch module, got {type(self.model).__name__}; load the model first")
+        if not callable(self.tokenizer):
+            raise SettingError(f"Backbone needs the tokenizer of the model, got {type(self.tokenizer).__name__}")
+        refuse_no_count("max_length", self.max_length, "a whole number of tokens from 1 or None")
+        limit, longest = _positions(self.model), self.max_length or getattr(self.tokenizer, "model_max_length", None)
+        if limit is not None and isinstance(longest, int) and longest > limit:
+            whose = "max_length" if self.max_length else "the tokenizer's model_max_length"
+            kind = type(unwrap(self.model)).__name__
+            raise SettingError(
+                f"{whose} is {longest:.15g}, but {kind} has {limit} positions and fails on longer texts; pass "
+                f"max_length={limit} or less"
+            )
 
     def encode_queries(self, texts: list[str]) -> Tensor:
         """Returns float [n, d]."""
@@ -104,7 +119,14 @@ class Backbone:
 
     def _pooled(self, features: Features) -> Tensor:
         output = plain_forward(self.model)(**features)
-        hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+        if not isinstance(hidden, Tensor) or hidden.ndim != 3:
+            inner = unwrap(self.model)
+            base = getattr(inner, "base_model_prefix", "") or "base_model"
+            raise SettingError(
+                f"{type(inner).__name__} gives no last_hidden_state [n, tokens, d] to pool; pass the model without its "
+                f"head, for example Backbone(model.{base}, tokenizer)"
+            )
         return pool(hidden, features["attention_mask"], self.pooling)
 
 
@@ -282,6 +304,16 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     else:
         place = mask.shape[1] - 1 - mask.long().flip(dims=(1,)).argmax(dim=1)
     return hidden[torch.arange(len(hidden), device=hidden.device), place]
+
+
+def _positions(model: nn.Module) -> int | None:
+    """Returns how many positions a model has learned, or None where it computes them for any length."""
+    names = {"position_embeddings", "embed_positions", "wpe"}
+    for name, part in model.named_modules():
+        if name.rpartition(".")[2] in names and isinstance(part, nn.Embedding):
+            # Where padding has a row of its own, the count of positions begins behind it.
+            return part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
+    return None
 
 
 @contextmanager

@@ -193,11 +193,15 @@ class _Table:
 
 def _as_table(embeddings: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
     if isinstance(embeddings, Tensor):
-        return embeddings.to_dense() if embeddings.is_sparse else embeddings
-    try:
-        return embeddings if isinstance(embeddings, np.ndarray) else np.asarray(embeddings, dtype=np.float32)
-    except (TypeError, ValueError) as error:
-        raise EvaluationError(f"embeddings must be a tensor or an array [n, d]: {error}") from error
+        table: Tensor | NDArray[Any] = embeddings.to_dense() if embeddings.is_sparse else embeddings
+    else:
+        try:
+            table = embeddings if isinstance(embeddings, np.ndarray) else np.asarray(embeddings, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise EvaluationError(f"embeddings must be a tensor or an array [n, d]: {error}") from error
+    if table.is_complex() if isinstance(table, Tensor) else np.iscomplexobj(table):
+        raise EvaluationError(f"embeddings are {table.dtype}; expected real numbers")
+    return table
 
 
 def _as_tensor(embeddings: Tensor | NDArray[Any]) -> Tensor:

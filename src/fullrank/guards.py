@@ -229,7 +229,8 @@ def checked_guards(guards: Guard | Sequence[Guard], choosing: Sequence[GoldenSet
     """
     found = (guards,) if isinstance(guards, Guard) else guards
     if not isinstance(found, Sequence) or not all(isinstance(guard, Guard) for guard in found):
-        raise SettingError(f"guards={guards!r} must be Guard(golden, ...) or a list of them")
+        given = {type(item).__name__: None for item in (found if isinstance(found, Sequence) else [found])}
+        raise SettingError(f"guards must be Guard(golden, ...) or a list of them, got {', '.join(given)}")
     names = [guard.golden.name for guard in found] + [golden.name for golden in choosing]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise SettingError(f"guards and golden sets need different names, got {first_few(twice)} more than once")

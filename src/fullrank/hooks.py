@@ -14,21 +14,33 @@ from typing import Any, Literal
 from torch import nn
 
 from fullrank._errors import SettingError
+from fullrank.adapters import has_adapters
 from fullrank.encode import Precision
 from fullrank.in_batch import InBatchMonitor
+from fullrank.isolate import modules_within
+from fullrank.metrics import Metric
 from fullrank.result import Finding
 from fullrank.schedule import Schedule
-from fullrank.weights import has_adapters, load_weights
+from fullrank.weights import load_weights
 
 __all__ = [
     "TrainerLink",
     "foreign_checkpoints",
     "precision_of",
+    "refuse_no_trainer",
+    "refuse_other_model",
+    "refuse_second",
     "refuse_sharded",
     "refuse_unfit_arguments",
     "schedule_of",
     "tag_of",
 ]
+
+
+TWICE = (
+    "the trainer has a RetrievalCallback already, and both would write to the same folder; give one callback a list of "
+    "golden sets instead"
+)
 
 
 class TrainerLink:
@@ -37,6 +49,8 @@ class TrainerLink:
     def __init__(self, trainer: Any | None) -> None:
         self.trainer = trainer
         self._writer: Any = None
+        self._monitor: InBatchMonitor | None = None
+        self._replaced: dict[str, tuple[Any, Any]] = {}
 
     @property
     def loss(self) -> Any:
@@ -50,7 +64,7 @@ class TrainerLink:
         return None if trainer is None else lambda folder: trainer.save_model(str(folder), _internal_call=True)
 
     def register(self, callback: Any, monitor: InBatchMonitor) -> None:
-        """Puts ``callback`` first, taps the loss, and adds the in-batch metrics to the loss lines.
+        """Puts ``callback`` first and connects it; see `connect`.
 
         Raises:
             SettingError: another callback of this kind is there, or the trainer cannot save without a push to the hub.
@@ -60,10 +74,7 @@ class TrainerLink:
         if callback in callbacks:
             callbacks.remove(callback)
         if any(type(other) is type(callback) for other in callbacks):
-            raise SettingError(
-                "the trainer has a RetrievalCallback already, and both would write to the same folder; give one "
-                "callback a list of golden sets instead"
-            )
+            raise SettingError(TWICE)
         if "_internal_call" not in inspect.signature(trainer.save_model).parameters:
             raise SettingError(
                 f"{type(trainer).__name__}.save_model must take _internal_call, as Trainer.save_model does: without it "
@@ -71,27 +82,39 @@ class TrainerLink:
             )
         # First, so that an early stopping callback sees the metrics that we add in `on_evaluate`.
         callbacks.insert(0, callback)
+        self._monitor = monitor
+        self.connect()
+
+    def connect(self) -> None:
+        """Taps the loss and adds the in-batch metrics to the loss lines, where that has not been done; see `close`."""
+        trainer, monitor = self.trainer, self._monitor
+        if trainer is None or monitor is None:
+            return
         losses = self.loss.values() if isinstance(self.loss, dict) else [self.loss]
         modules = [loss for loss in losses if isinstance(loss, nn.Module)]
         for loss in modules:
             monitor.watch_loss(loss)
         if not modules:
             monitor.watch_model(trainer.model)
+        if self._replaced:
+            return
         if hasattr(trainer, "loss") and has_adapters(trainer.model):
             # sentence-transformers rebuilds the model from the checkpoint and copies the state over, whose names are
             # not those of a model adapted by get_peft_model: resuming raises, load_best_model_at_end only logs.
-            trainer._load_from_checkpoint = lambda path: load_weights(trainer.model, Path(path), loss=trainer.loss)
-        self._extend_log(monitor)
-
-    def _extend_log(self, monitor: InBatchMonitor) -> None:
-        trainer: Any = self.trainer
+            self._replace(
+                "_load_from_checkpoint", lambda path: load_weights(trainer.model, Path(path), loss=trainer.loss)
+            )
         inner = trainer.log
 
         def log(logs: dict[str, float], *args: Any, **options: Any) -> Any:
             # `Trainer.log` copies what it is given before `on_log`: keys for the loss line must come in here.
             return inner({**logs, **monitor.flush()} if "loss" in logs else logs, *args, **options)
 
-        trainer.log = log
+        self._replace("log", log)
+
+    def _replace(self, name: str, ours: Any) -> None:
+        self._replaced[name] = (vars(self.trainer).get(name), ours)
+        setattr(self.trainer, name, ours)
 
     def log(self, logs: dict[str, float], state: Any, control: Any, *, folder: Path, writes: bool) -> None:
         """Sends ``logs`` to the history and every tracker, without swallowing the loss line of the step."""
@@ -117,7 +140,15 @@ class TrainerLink:
             writer.flush()
 
     def close(self) -> None:
-        """Closes the writer of our own events; the next run opens another."""
+        """Leaves trainer, loss and model as they were, and closes the writer of our own events; see `connect`."""
+        for name, (before, ours) in self._replaced.items():
+            if vars(self.trainer).get(name) is ours:  # else somebody has wrapped it since
+                delattr(self.trainer, name)
+                if before is not None:
+                    setattr(self.trainer, name, before)
+        self._replaced = {}
+        if self._monitor is not None:
+            self._monitor.release()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -170,6 +201,37 @@ def precision_of(args: Any) -> Precision | None:
     return "fp16" if getattr(args, "fp16", False) else None
 
 
+def refuse_no_trainer(trainer: object) -> None:
+    """Raises `SettingError` for what has no callbacks and arguments to attach to."""
+    if missing := [name for name in ("callback_handler", "args", "model", "save_model") if not hasattr(trainer, name)]:
+        raise SettingError(
+            f"attach needs a transformers Trainer or SentenceTransformerTrainer, got {type(trainer).__name__} (it has "
+            f"no {missing[0]}): make the trainer first, then RetrievalCallback(...).attach(trainer)"
+        )
+
+
+def refuse_second(state: Any, callback: object) -> None:
+    """Raises `SettingError` where another callback has begun the run that ``state`` belongs to."""
+    # Every run has a state object of its own; what is no field of it is not saved.
+    if vars(state).setdefault("_fullrank_callback", callback) is not callback:
+        raise SettingError(TWICE)
+
+
+def refuse_other_model(encoder: object, model: nn.Module) -> None:
+    """Raises `SettingError` where the encoder holds modules, and none of their parameters is one of the model's.
+
+    A ``Trainer(model_init=...)`` makes the model anew when training begins.
+    """
+    held = {id(parameter) for module in modules_within(encoder) for parameter in module.parameters()}
+    if held and held.isdisjoint(map(id, model.parameters())):
+        raise SettingError(
+            f"the encoder does not share a single parameter with the {type(model).__name__} in training: it would be "
+            "scored unchanged at every step. Make it of the trainer's own model, for example "
+            "Backbone(trainer.model.backbone, tokenizer); with Trainer(model_init=...), which makes another model when "
+            "training begins, pass the model itself instead: Trainer(model=...)"
+        )
+
+
 def refuse_sharded(args: Any, trainer: Any | None) -> None:
     """Raises `SettingError` where no process holds the whole model, as it takes to evaluate and store it."""
     accelerator = getattr(getattr(trainer, "accelerator", None), "state", None)
@@ -185,18 +247,32 @@ def refuse_sharded(args: Any, trainer: Any | None) -> None:
     )
 
 
-def refuse_unfit_arguments(args: Any, names: Collection[str]) -> None:
-    """Raises `SettingError` for training arguments that would turn one of our values (``names``) upside down."""
+def refuse_unfit_arguments(args: Any, names: Collection[str], trainer: Any | None = None) -> None:
+    """Raises `SettingError` for training arguments that name one of our values (``names``) wrong or upside down.
+
+    Args:
+        args: of the training run.
+        names: as the values are logged, ``eval_...``.
+        trainer: tells whether anything else of the run could give the metric.
+    """
     wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
-    spelled = re.sub(r"_at_(\d+)$", r"@\1", wanted.lower())
-    if spelled != wanted and f"eval_{spelled}" in names:
-        raise SettingError(f"metric_for_best_model={wanted!r} is logged as {spelled!r}; write it so")
     if f"eval_{wanted}" not in names and f"eval_{wanted}_pool" in names:
         raise SettingError(
             f"metric_for_best_model={wanted!r} is not known during a run with pool=...: it is an upper bound, logged "
             f"as {wanted + '_pool'!r}; name that, or leave metric_for_best_model out"
         )
     if f"eval_{wanted}" not in names:
+        known = {_spelled(name.removeprefix("eval_")): name for name in names}
+        metric = _spelled(wanted.rpartition("/")[2])
+        meant = known.get(_spelled(wanted)) or (known.get(metric) if "/" in wanted else None)
+        if meant is not None:
+            raise SettingError(f"metric_for_best_model={wanted!r} is logged as {meant!r}; write it so")
+        others = trainer is None or getattr(trainer, "compute_metrics", None) or getattr(trainer, "evaluator", None)
+        if not others and _is_metric(metric):
+            raise SettingError(
+                f"metric_for_best_model={wanted!r} is not computed; pass metrics=[..., {metric!r}] to "
+                f"RetrievalCallback, or choose one of {', '.join(names)}"
+            )
         return
     if args.greater_is_better is False:
         raise SettingError(
@@ -210,3 +286,16 @@ def refuse_unfit_arguments(args: Any, names: Collection[str]) -> None:
             f"lr_scheduler_type='reduce_lr_on_plateau' waits for metric_for_best_model={wanted!r} to fall; pass "
             "lr_scheduler_kwargs={'mode': 'max'}"
         )
+
+
+def _spelled(name: str) -> str:
+    """Returns a metric's name in one spelling: ``Faq/recall_at_05`` is ``faq_recall@5``."""
+    return re.sub(r"(?:_at_|@)0*(\d+)$", r"@\1", name.lower()).replace("/", "_")
+
+
+def _is_metric(name: str) -> bool:
+    try:
+        Metric.parse(name)
+    except SettingError:
+        return False
+    return True

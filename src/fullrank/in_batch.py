@@ -4,6 +4,7 @@ Promise: what is measured is the score matrix that the loss has just used; no ex
 nothing synchronised with the device until the numbers are read.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ def in_batch_metrics(
     >>> in_batch_metrics(torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
     {'acc': 0.5, 'mrr': 0.75, 'candidates': 2}
     """
-    scores = torch.as_tensor(scores)
+    scores = _as_scores(scores)
     acc, mrr = _acc_mrr(scores, _positive_mask(scores, n_negs, positives), ties)
     return {"acc": float(acc.mean()), "mrr": float(mrr.mean()), "candidates": scores.shape[1]}
 
@@ -54,9 +55,11 @@ class InBatchMonitor:
     def __init__(self) -> None:
         self._taps = LossTaps(_sums, self._add)
         self._windows: dict[int, _Window] = {}
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     def record(self, scores: Tensor, *, n_negs: int = 0, positives: Tensor | None = None) -> None:
         """Adds one batch; arguments as in `in_batch_metrics`."""
+        scores = _as_scores(scores)
         with torch.no_grad():
             sums = _sums(scores.detach(), _positive_mask(scores, n_negs, positives))
         self._add(-1, sums, scores.shape[0], None)
@@ -93,7 +96,16 @@ class InBatchMonitor:
             if rows and width and width % rows == 0:
                 self.record(scores, n_negs=width // rows - 1)
 
-        model.register_forward_hook(hook)
+        if model not in self._hooks:
+            self._hooks[model] = model.register_forward_hook(hook)
+
+    def release(self) -> None:
+        """Leaves losses and models as they were before they were watched, and forgets what was not flushed."""
+        self._taps.release()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._windows = {}
 
     def _add(self, source: int, sums: Tensor, n_queries: int, dim: int | None) -> None:
         window = self._windows.get(source)
@@ -110,6 +122,15 @@ class _Window:
     sums: Tensor
     n_queries: int
     dim: int | None
+
+
+def _as_scores(scores: Any) -> Tensor:
+    try:
+        return torch.as_tensor(scores)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"scores must be a tensor [queries, candidates], got a {type(scores).__name__}: {error}"
+        ) from error
 
 
 def _positive_mask(scores: Tensor, n_negs: int, positives: Tensor | None) -> Tensor:

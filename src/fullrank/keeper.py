@@ -22,7 +22,7 @@ from fullrank.objective import Objective, pool_name
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
 from fullrank.store import BestStore, Stored
-from fullrank.weights import load_probe, load_weights, save_probe, save_weights
+from fullrank.weights import EXTRA, check_folder, complete_extra, load_probe, load_weights, save_probe, save_weights
 
 __all__ = ["Keeper"]
 
@@ -56,6 +56,7 @@ class Keeper:
     ) -> None:
         self.store, self.model, self.plan, self.link = store, model, plan, link
         self.objective, self.precision = objective, precision
+        self._frozen = self._frozen_now()
 
     def keep(
         self, step: int, score: float, results: Mapping[str, Result], *, base: Mapping[str, Result] | None = None
@@ -80,6 +81,20 @@ class Keeper:
             logger.error("the weights of step %d could not be stored (%s); the best so far stays", step, error)
             return False
 
+    def before_update(self) -> None:
+        """Completes the stored folders where tensors begin to train: beside adapters only trained ones are there."""
+        begun = any(parameter.requires_grad for parameter in self._frozen)
+        self._frozen = self._frozen_now()
+        if begun:
+            try:
+                for entry in self.store.stored:
+                    complete_extra(self.model, entry.path)
+            except Exception as error:  # as in `keep`: training must not die of it
+                logger.error("what begins to train could not be added to the stored steps: %s", error)
+
+    def _frozen_now(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+
     def restore(self, best: Stored) -> None:
         """Puts stored weights into the model.
 
@@ -101,6 +116,7 @@ class Keeper:
                 f"the weights in {best.path} are not those that scored {best.score:.4f} at step {best.step}: probe "
                 f"embeddings differ by {off:.2g} (at most {tolerance:g} is rounding). Do not use this folder"
             )
+        check_folder(self.model, best.path)
 
     def describe(self, step: int, results: Mapping[str, Result]) -> None:
         """Gives the results to the model card of a sentence-transformers model, which writes it when it is saved."""
@@ -115,17 +131,17 @@ class Keeper:
 
     def _save(self, folder: Path, step: int, results: Mapping[str, Result], base: Mapping[str, Result]) -> None:
         self.describe(step, results)
-        beside = save_weights(self.model, folder, save_model=self.link.save_model, loss=self.link.loss)
+        elsewhere = save_weights(self.model, folder, save_model=self.link.save_model, loss=self.link.loss)
         save_probe(self._probe(), folder)
         for name, result in results.items():
             result.save(folder / result_name("result", name))
         self.write_card(folder, step, results, base)
-        if beside and step == 0:
+        if elsewhere and step == 0:
             logger.warning(
-                "%d tensors train beside the adapter (%s, ...): the stored folders hold them in extra.safetensors, "
-                "which fullrank.weights.load_weights reads and other loaders do not",
-                len(beside),
-                beside[0],
+                "another loader would not make the scored model of the stored folders: %s. Load them with "
+                "fullrank.weights.load_weights(model, folder), which reads %s as well",
+                "; ".join(elsewhere),
+                EXTRA,
             )
 
     def write_card(

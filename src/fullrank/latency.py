@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullrank._errors import SettingError
 from fullrank.encode import Adapter, Backbone, Precision, at_precision
@@ -43,7 +43,7 @@ def query_latency(
         raise SettingError(f"latency needs at least one query, got {len(queries)} and n={n}")
     texts = sampled(queries, n)
     model = getattr(encoder, "model", None)
-    with undisturbed(model if isinstance(model, nn.Module) else None):
+    with undisturbed(model):
         encode_one, device = _way(encoder)
         with at_precision(precision, device):
             for text in texts[:N_WARM_UP]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullrank._errors import SettingError
 from fullrank.anytime import Anytime, Documents, extend_until, values_to_beat
@@ -21,7 +21,7 @@ from fullrank.clock import Clock
 from fullrank.competitors import hard_first, pool_positions
 from fullrank.data import GoldenSet, refuse_other_than_golden
 from fullrank.encode import Adapter, Precision, at_precision
-from fullrank.isolate import undisturbed
+from fullrank.isolate import modules_within, undisturbed
 from fullrank.measure import Measurement
 from fullrank.metrics import Metric, TieRule
 from fullrank.models import model_fingerprint
@@ -160,8 +160,7 @@ class EvaluationPlan:
         )
 
     def _undisturbed(self) -> AbstractContextManager[None]:
-        model = getattr(self.encoder, "model", None)
-        return undisturbed(model if isinstance(model, nn.Module) else None)
+        return undisturbed(self.encoder.model)
 
     def probe(self, n: int = 8, *, precision: Precision | None = None) -> Tensor:
         """Returns float32 [2n, d] on the CPU: embeddings of the first ``n`` queries and documents, a fingerprint."""
@@ -213,7 +212,7 @@ class EvaluationPlan:
 
 def _precision_used(precision: Precision | None, model: object) -> str:
     """Returns the precision of encoding; raises `SettingError` for fp32 of weights that hold less."""
-    parameters = model.parameters() if isinstance(model, nn.Module) else []
+    parameters = [p for part in modules_within(model) for p in part.parameters()]
     half = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point() and p.itemsize < 4})
     if precision == "fp32" and half:
         raise SettingError(

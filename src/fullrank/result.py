@@ -118,6 +118,10 @@ class Result:
     mean_cosine: float | None = None
     bound: bool = False
 
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value:.4f}" for name, value in self.metrics.items())
+        return f"Result({values}; {len(self.query_ids)} queries{'; bound' if self.bound else ''})"
+
     def __getitem__(self, metric: str | Metric) -> float:
         return self.metrics[self.name_of(metric)]
 

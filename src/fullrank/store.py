@@ -5,30 +5,44 @@ that the store did not write is ever removed (a killed save leaves a ``.step-N.P
 """
 
 import json
+import logging
 import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fullrank._errors import DataError, SettingError
 from fullrank._files import write_atomically
 from fullrank.checkpoints import steps_to_keep
+from fullrank.journal import move_aside
 
 __all__ = ["BestStore", "Stored"]
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored model folder: its training step, score and path."""
+    """A stored model folder: its training step, score and path, and the bytes of its files when they were written."""
 
     step: int
     score: float
     path: Path
+    files: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the folder is there and no file of it is gone or shorter than it was written; card and results may change."""
+        return self.path.is_dir() and all(
+            (self.path / name).is_file() and (self.path / name).stat().st_size >= size
+            for name, size in self.files.items()
+            if not name.endswith(".md") and not name.startswith("result.")
+        )
 
 
 class BestStore:
@@ -38,10 +52,14 @@ class BestStore:
         folder: holds ``step-N`` folders and ``manifest.json``, which says which of them are kept; made on first use.
         keep_best: how many to keep.
         pinned: steps that are kept beside them, whatever they score.
+        resume: what to do with steps that an earlier run left in ``folder``: True goes on with them, so that a score
+            must beat theirs; False moves the folder aside, to ``NAME.1``, ``NAME.2``, ...; None goes on and says so.
+
+    Where a file of a step is gone or cut short, that step is no candidate any more.
 
     In an own loop::
 
-        store = BestStore("out/best")
+        store = BestStore("out/best", resume=False)
         if store.offer(step, result["recall@1"], lambda folder: model.save_pretrained(folder)):
             print("new best", store.best.path)
 
@@ -50,16 +68,31 @@ class BestStore:
         DataError: the manifest cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep_best: int = 1, pinned: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_best: int = 1,
+        pinned: Collection[int] = (),
+        resume: bool | None = None,
+    ) -> None:
         if keep_best < 1:
             raise SettingError(f"keep_best={keep_best} must be at least 1")
         self.folder, self.keep_best, self.pinned = Path(folder), keep_best, frozenset(pinned)
+        if resume is False:
+            move_aside(self.folder)
         self._entries = _read(self.folder)
+        self._damaged = [entry for entry in self._entries.values() if entry.path.is_dir() and not entry.whole]
+        for entry in self._damaged:
+            logger.warning("%s has lost files since it was stored, and is no candidate any more", entry.path)
+        self._unsaid = resume is None and bool(self.stored)
 
     @property
     def stored(self) -> list[Stored]:
-        """What is kept, best first; of equal scores the earlier step first. Folders that are gone are left out."""
-        whole = {step: entry for step, entry in self._entries.items() if entry.path.is_dir()}
+        """What is kept, best first; of equal scores the earlier step first. What was lost is left out."""
+        whole = {
+            step: entry for step, entry in self._entries.items() if entry.path.is_dir() and entry not in self._damaged
+        }
         return [whole[step] for step in steps_to_keep(_scores(whole), len(whole))]
 
     @property
@@ -89,6 +122,14 @@ class BestStore:
             OSError: the folder could not be written (no space, no permission); what was stored stays as it was.
         """
         step, score = int(step), float(score)  # numpy and torch scalars too: the manifest is JSON
+        if self._unsaid:
+            self._unsaid = False
+            logger.warning(
+                "%s holds steps of an earlier run (%s): what is offered now must beat them. Pass resume=False to move "
+                "them aside and begin anew, or resume=True if this run goes on from them",
+                self.folder,
+                ", ".join(f"step {entry.step}: {entry.score:.4f}" for entry in self.stored),
+            )
         if not self.wants(step, score):
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +138,7 @@ class BestStore:
         try:
             partial.mkdir()
             save(partial)
-            added = Stored(step, score, self._free_path(step))
+            added = Stored(step, score, self._free_path(step), _sizes(partial))
             partial.rename(added.path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -109,7 +150,7 @@ class BestStore:
             shutil.rmtree(added.path, ignore_errors=True)
             raise
         dropped = [entry for entry in self._entries.values() if entry not in kept.values()]
-        self._entries = kept
+        self._entries, self._damaged = kept, []
         for entry in dropped:
             shutil.rmtree(entry.path, ignore_errors=True)
         return next(iter(kept)) == step
@@ -137,12 +178,19 @@ class BestStore:
         return target
 
     def _write(self, entries: dict[int, Stored]) -> None:
-        rows = [{"step": e.step, "score": e.score, "folder": e.path.name} for e in entries.values()]
+        rows = [
+            {"step": e.step, "score": e.score, "folder": e.path.name, "files": dict(e.files)} for e in entries.values()
+        ]
         write_atomically(self.folder / MANIFEST, json.dumps({"kept": rows}, indent=2) + "\n")
 
 
 def _scores(entries: dict[int, Stored]) -> dict[int, float]:
     return {step: entry.score for step, entry in entries.items()}
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def _read(folder: Path) -> dict[int, Stored]:
@@ -161,4 +209,7 @@ def _entry(row: dict[str, Any], folder: Path) -> Stored:
     inside = isinstance(name, str) and name not in {"", ".", ".."} and Path(name).name == name
     if type(step) is not int or not isinstance(score, int | float) or not math.isfinite(score) or not inside:
         raise ValueError(f"not an entry: {row}")
-    return Stored(step, float(score), folder / name)
+    files = row.get("files", {})
+    if not isinstance(files, dict) or not all(type(size) is int for size in files.values()):
+        raise ValueError(f"not an entry: {row}")
+    return Stored(step, float(score), folder / name, files)

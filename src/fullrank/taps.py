@@ -71,6 +71,7 @@ class LossTaps:
         self._tapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scoped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._n_scoped = 0
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._batch: _Batch | None = None
         self._muted = False
 
@@ -92,6 +93,21 @@ class LossTaps:
             self._scope(loss)
         return found
 
+    def release(self) -> None:
+        """Takes every tap off: the losses are as they were. What somebody else has wrapped since stays, without use."""
+        for place, name, before, tap in reversed(self._replaced):
+            if vars(place).get(name) is tap:
+                del vars(place)[name]
+                if before is not None:
+                    vars(place)[name] = before
+        self._replaced.clear()
+        self._tapped.clear()
+        self._scoped.clear()
+
+    def _replace(self, place: Any, name: str, tap: Any) -> None:
+        self._replaced.append((place, name, vars(place).get(name), tap))
+        setattr(place, name, tap)
+
     def _scope(self, loss: nn.Module) -> None:
         """Makes a batch of each call of ``loss.forward``, unless another loss around it has done so."""
         inner, number = loss.forward, self._n_scoped
@@ -111,7 +127,7 @@ class LossTaps:
                 self._report(number, batch.sums, batch.n_queries, batch.width if named else None)
             return value
 
-        loss.forward = forward
+        self._replace(loss, "forward", forward)
 
     def _tap(self, module: nn.Module, seam: _Seam) -> None:
         # MatryoshkaLoss puts an object in the place of a cached loss's method, which calls ``fn`` for each dimension.
@@ -146,7 +162,7 @@ class LossTaps:
             batch.take(reading)
             return value
 
-        setattr(place, name, tapped)
+        self._replace(place, name, tapped)
 
     def _tap_layers(self, adaptive: Any) -> None:
         """AdaptiveLayerLoss calls its loss for the last layer first, then for others: these are not recorded."""
@@ -168,7 +184,8 @@ class LossTaps:
                 self._muted = self._muted or calls > 1
             return each(*args, **options)
 
-        adaptive.forward, adaptive.loss.forward = forward, layer
+        self._replace(adaptive, "forward", forward)
+        self._replace(adaptive.loss, "forward", layer)
 
 
 class _Batch:

@@ -129,7 +129,7 @@ class _Scout:
     def open(self, keep_best: int) -> None:
         """Reads the journal, and writes its scalars anew: a kill may have come between a line and its scalars."""
         self.journal.resume(1 << 62, [])
-        self.store = BestStore(self.root / WATCH / "best", keep_best=keep_best)
+        self.store = BestStore(self.root / WATCH / "best", keep_best=keep_best, resume=True)
         for name, golden in self.sets.items():
             self._refuse_other_data(name, golden)
         from torch.utils.tensorboard import SummaryWriter

@@ -4,24 +4,35 @@ Promise: after `load_weights(model, folder)` the model computes what it computed
 weights are read from safetensors only.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fullrank._errors import EvaluationError, SettingError
-from fullrank._optional import require
+from fullrank._errors import EvaluationError, first_few
+from fullrank.adapters import (
+    ADAPTER,
+    adapter_tensors,
+    check_adapters,
+    load_adapters,
+    lost_elsewhere,
+    move_active_up,
+)
+from fullrank.wrappers import outermost
 
 __all__ = [
     "changeable",
-    "has_adapters",
+    "check_folder",
+    "complete_extra",
     "load_probe",
     "load_weights",
-    "refuse_shadowed_adapter",
     "save_extra",
     "save_probe",
     "save_weights",
@@ -29,14 +40,13 @@ __all__ = [
 
 EXTRA = "extra.safetensors"
 PROBE = "probe.safetensors"
-ADAPTER = "adapter_model.safetensors"
 _LOSS = "loss."
 
 
 def save_weights(
     model: nn.Module, folder: Path, *, save_model: Callable[[Path], object] | None = None, loss: object = None
 ) -> list[str]:
-    """Writes a loadable model folder, and returns the names of tensors that other loaders will not find in it.
+    """Writes a loadable model folder, and returns why other loaders would make another model of it, if they would.
 
     All weights, or for PEFT the adapter; there ``extra.safetensors`` holds every tensor that training can change, by
     its live name, whatever the adapters are called and whatever trains beside them. Only `load_weights` reads it.
@@ -47,17 +57,25 @@ def save_weights(
         save_model: writes the model; default is the model's own ``save_pretrained``, else its state as safetensors.
         loss: a loss module (or dict of them) whose trainable parameters go along.
     """
+    save_pretrained = getattr(outermost(model), "save_pretrained", None)
     if save_model is not None:
-        save_model(folder)
-    elif callable(save_pretrained := getattr(_outer(model), "save_pretrained", None)):
+        try:
+            save_model(folder)
+        except RuntimeError:  # safetensors refuses tied weights, which a trainer writes as they stand
+            if callable(save_pretrained) or not _shares_memory(model):
+                raise
+            _save_state(model, folder)
+    elif callable(save_pretrained):
         save_pretrained(str(folder))
     else:
-        save_file(_owned(_outer(model).state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+        _save_state(model, folder)
+    move_active_up(model, folder)
     save_extra(model, folder, loss=loss)
     if not any(folder.rglob(ADAPTER)):
         return []
-    filed = _stored_modules(model, folder)
-    return [name for name in _trained(model) if name not in filed and not _is_adapter(name)]
+    beside = _beside(model, _stored_modules(model, folder))
+    noted = [f"{len(beside)} tensors train beside the adapter ({beside[0]}, ...)"] if beside else []
+    return noted + lost_elsewhere(model)
 
 
 def save_extra(model: nn.Module, folder: Path, *, loss: object = None) -> None:
@@ -69,50 +87,51 @@ def save_extra(model: nn.Module, folder: Path, *, loss: object = None) -> None:
         save_file(_owned(extra), folder / EXTRA)
 
 
-def load_weights(model: nn.Module, folder: Path, *, loss: object = None) -> None:
+def complete_extra(model: nn.Module, folder: Path) -> None:
+    """Adds the tensors that have begun to train since ``folder`` was stored: as they stand, before their first step."""
+    if not (folder / EXTRA).is_file() or not any(folder.rglob(ADAPTER)):
+        return
+    state = load_file(folder / EXTRA)
+    if fresh := {name: value for name, value in _trained(model).items() if name not in state}:
+        partial = folder / f".{EXTRA}.partial"
+        save_file({**state, **_owned(fresh)}, partial)
+        partial.replace(folder / EXTRA)
+
+
+def load_weights(model: nn.Module, folder: str | os.PathLike[str], *, loss: object = None) -> None:
     """Puts the weights stored in ``folder`` into ``model`` (and ``loss``), in place.
+
+    Args:
+        model: of the same kind as the one that was stored.
+        folder: a stored step, or a checkpoint of the trainer.
+        loss: the loss of the training run, to go on training; None leaves out its parameters.
 
     Raises:
         EvaluationError: the folder does not hold all that the model needs.
     """
+    folder = Path(folder)
     state = load_file(folder / EXTRA) if (folder / EXTRA).is_file() else {}
-    live = {**{_LOSS + n: v for n, v in _loss_parameters(loss, model).items()}, **_tensors(_outer(model))}
+    if loss is None:
+        state = {name: value for name, value in state.items() if not name.startswith(_LOSS)}
+    live = {**{_LOSS + n: v for n, v in _loss_parameters(loss, model).items()}, **_tensors(outermost(model))}
     if unknown := [name for name in state if name not in live]:
         raise EvaluationError(f"{folder / EXTRA} does not fit the model: unknown {unknown[:3]}")
     # A wrapper around an adapted backbone is saved as a whole state, without adapter files.
     adapters = sorted(folder.rglob(ADAPTER))
     if not adapters:
-        _load_whole(_outer(model), folder)
+        _load_whole(outermost(model), folder)
     elif missing := [name for name in _trained(model) if name not in state]:  # a checkpoint that we did not write
         filed = {name: value for name, value in _stored_modules(model, folder).items() if name in live}
-        lost = [name for name in missing if name not in filed and not _is_adapter(name)]
-        if lost:
+        if lost := [name for name in _beside(model, filed) if name in missing]:
             raise EvaluationError(f"{folder} does not hold what trains beside the adapter: {lost[:3]}")
-        _load_adapters(_adapted(model), adapters, folder)
+        load_adapters(model, adapters, folder)
         state = {**filed, **state}
     _copy(state, live)
 
 
-def refuse_shadowed_adapter(model: object) -> None:
-    """Raises `SettingError` for the PEFT form that trains but cannot be saved and loaded.
-
-    ``model[0].auto_model = get_peft_model(...)`` registers a second child beside ``model``: the checkpoint that is
-    written then loads wrong.
-    """
-    for name, part in _outer(model).named_modules() if isinstance(model, nn.Module) else ():
-        children = dict(part.named_children())
-        if "model" in children and "auto_model" in children:
-            where = f"model[{name}]" if name.isdigit() else name or "model"
-            raise SettingError(
-                f"{where} has two backbones, 'model' and 'auto_model': get_peft_model was assigned to .auto_model, "
-                f"which trains but saves a checkpoint that loads wrong. Write {where}.model = "
-                f"get_peft_model({where}.model, config) instead"
-            )
-
-
 def save_probe(probe: Tensor, folder: Path) -> None:
-    """Writes embeddings of the probe texts beside the weights that gave them."""
-    save_file({"embeddings": probe.contiguous()}, folder / PROBE)
+    """Writes embeddings of the probe texts beside the weights that gave them, and what the other files hold."""
+    save_file({"embeddings": probe.contiguous()}, folder / PROBE, metadata={"files": json.dumps(_digests(folder))})
 
 
 def load_probe(folder: Path) -> Tensor | None:
@@ -121,55 +140,35 @@ def load_probe(folder: Path) -> Tensor | None:
     return load_file(path)["embeddings"] if path.is_file() else None
 
 
+def check_folder(model: nn.Module, folder: Path) -> None:
+    """Proves that other loaders find what was stored: the files beside the weights, and the adapters of ``model``.
+
+    Raises:
+        EvaluationError: a file is gone or another one than was written.
+    """
+    with safe_open(folder / PROBE, "pt") as file:
+        written: dict[str, str] = json.loads((file.metadata() or {}).get("files", "{}"))
+    found = _digests(folder)
+    if changed := [name for name, digest in written.items() if found.get(name) != digest]:
+        raise EvaluationError(
+            f"{folder} is not as it was stored: {first_few(changed)} changed or gone. Do not use this folder"
+        )
+    if (folder / EXTRA).is_file() or any(folder.rglob(ADAPTER)):
+        check_adapters(model, folder)
+
+
 def changeable(model: nn.Module, *, loss: object = None) -> list[Tensor]:
     """Returns what training can change: trained parameters, stored buffers, parameters of the loss."""
     return [*_trained(model).values(), *dict(_buffers(model)).values(), *_loss_parameters(loss, model).values()]
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Returns whether a module, or one inside it, carries PEFT adapters."""
-    return bool(_adapted(model))
+def _save_state(model: nn.Module, folder: Path) -> None:
+    save_file(_owned(outermost(model).state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _outer(model: nn.Module) -> nn.Module:
-    """Returns the model inside DDP and ``torch.compile``, with a ``PeftModel`` around it left on."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def _adapted(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that carry PEFT adapters, the innermost carrier of each."""
-    found = [
-        part
-        for part in _outer(model).modules()
-        if any(base.__name__ == "PeftModel" for base in type(part).__mro__)
-        or (bool(getattr(part, "_hf_peft_config_loaded", False)) and hasattr(part, "peft_config"))
-    ]
-    # A SentenceTransformer forwards these attributes to its backbone, so that both look like carriers.
-    return [part for part in found if not any(other in list(part.modules())[1:] for other in found)]
-
-
-def _load_adapters(adapted: list[nn.Module], paths: list[Path], folder: Path) -> None:
-    peft = require("peft", extra="lora")
-    if len(adapted) != 1:
-        raise EvaluationError(
-            f"{folder} holds {len(paths)} adapters for {len(adapted)} adapted modules, without {EXTRA}"
-        )
-    (part,) = adapted
-    for path in paths:
-        known: Any = part.peft_config
-        active: Any = part.active_adapters  # a property of PeftModel, a method of transformers models
-        # A PeftModel writes the adapter "default" to the folder itself, others below it.
-        at_root = "default" if "default" in known else (active() if callable(active) else active)[0]
-        name = path.parent.name if path.parent.name in known else at_root
-        outcome = peft.set_peft_model_state_dict(part, load_file(path), adapter_name=name)
-        if unexpected := getattr(outcome, "unexpected_keys", None):
-            raise EvaluationError(f"{path} does not fit the adapter {name!r}: unexpected {unexpected[:3]}")
+def _shares_memory(model: nn.Module) -> bool:
+    places = [value.data_ptr() for value in _tensors(outermost(model)).values() if value.numel()]
+    return len(set(places)) < len(places)
 
 
 def _load_whole(model: nn.Module, folder: Path) -> None:
@@ -237,22 +236,31 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters that training changes, by live name."""
-    return {name: value for name, value in _tensors(_outer(model)).items() if value.requires_grad}
+    return {name: value for name, value in _tensors(outermost(model)).items() if value.requires_grad}
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    stored = _tensors(_outer(model))
-    return ((name, value) for name, value in _outer(model).named_buffers() if name in stored)
+    stored = _tensors(outermost(model))
+    return ((name, value) for name, value in outermost(model).named_buffers() if name in stored)
 
 
-def _is_adapter(name: str) -> bool:
-    """Returns whether a tensor is part of what PEFT stores of an adapter."""
-    parts = name.split(".")
-    return "modules_to_save" in parts or any(part.startswith(("lora_", "ia3_", "hada_", "vera_")) for part in parts)
+def _beside(model: nn.Module, filed: dict[str, Tensor]) -> list[str]:
+    """Returns the trained parameters that neither an adapter file nor ``filed`` holds."""
+    held = adapter_tensors(model)
+    return [name for name, value in _trained(model).items() if name not in filed and value.data_ptr() not in held]
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Returns a hash of each file but the weights, which are compared as tensors, and the card, which goes on."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix not in {".safetensors", ".md"}
+    }
 
 
 def _loss_parameters(loss: object, model: nn.Module) -> dict[str, Tensor]:
-    known = {id(value) for value in _outer(model).parameters()}
+    known = {id(value) for value in outermost(model).parameters()}
     return {
         name: value
         for prefix, module in _losses(loss)

@@ -14,6 +14,7 @@ __all__ = [
     "declared_prompt",
     "encodes_as_published",
     "is_sentence_transformer",
+    "outermost",
     "plain_forward",
     "plain_instance",
     "unwrap",
@@ -21,6 +22,17 @@ __all__ = [
 
 Side = Literal["query", "document"]
 _PROMPT_NAMES: dict[Side, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
+
+
+def outermost(model: nn.Module) -> nn.Module:
+    """Returns the model inside DDP and ``torch.compile``, with a ``PeftModel`` around it left on."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def unwrap(model: object) -> Any:
