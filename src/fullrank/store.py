@@ -37,7 +37,7 @@ class Stored:
 
     @property
     def whole(self) -> bool:
-        """Whether the folder is there and no file of it is gone or shorter than it was written; card and results may change."""
+        """Whether no file is gone or shorter than it was written; card and results may change."""
         return self.path.is_dir() and all(
             (self.path / name).is_file() and (self.path / name).stat().st_size >= size
             for name, size in self.files.items()
