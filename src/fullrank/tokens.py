@@ -102,8 +102,12 @@ class Tokenised:
 
 
 def default_batch_tokens(device: torch.device) -> int:
-    """Returns how many padded tokens a batch may hold: in cache on a processor, enough to keep an accelerator busy."""
-    return 4_096 if device.type == "cpu" else 65_536
+    """Returns how many padded tokens a batch may hold: in cache on a processor, enough to keep an accelerator busy.
+
+    A fixed number, so that a run that is resumed elsewhere makes the same batches. Measured with MiniLM in fp32 on one
+    core, against ``model.encode``: 512 and 1,024 tokens 1.19 times as fast, 4,096 1.09, 16,384 1.00.
+    """
+    return 1_024 if device.type == "cpu" else 65_536
 
 
 def token_batches(store: TokenStore, index: NDArray[np.int64], budget: int) -> list[NDArray[np.int64]]:
