@@ -1,6 +1,7 @@
 """What the README says holds: the tests that it names exist, and its loop without a trainer runs as it stands."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -52,3 +53,22 @@ def test_the_loop_without_a_trainer_keeps_and_restores_the_best(tiny_st, tiny_go
     assert store.best.step in (0, 2, 4)
     assert equal_weights(model, seen[store.best.step])
     assert evaluate(model, tiny_golden)["recall@1"] == pytest.approx(store.best.score, abs=0)
+
+
+def test_measured_numbers_are_those_of_the_results():
+    section = TEXT.split("## What it costs")[1].split("\n## ")[0]
+    found = {
+        name: json.loads((ROOT / "results" / f"bench_{name}.json").read_text())
+        for name in ("search", "evaluate", "growth")
+    }
+    numbers = [
+        *(f"{v:.2f} x" for name, v in found["search"]["times_bare_product"].items() if name != "bare_product"),
+        *(
+            f"{v:.2f} x"
+            for k, v in found["evaluate"]["times_faster_than_evaluator"].items()
+            if k.startswith("fullrank")
+        ),
+        ", ".join(f"{row['seconds']:.2f}" for row in found["growth"]["documents"].values()) + " s",
+        ", ".join(f"{row['peak_mib']:.0f}" for row in found["growth"]["documents"].values()) + " MiB",
+    ]
+    assert [number for number in numbers if number not in section] == []
