@@ -20,7 +20,7 @@ from fullrank.announce import Announcer
 from fullrank.beginning import begin, look_before, names_to_log
 from fullrank.checkpoints import Evaluation
 from fullrank.comparison import Comparison
-from fullrank.costing import cost, estimate
+from fullrank.costing import cost_before, remedy_if_dear
 from fullrank.data import GoldenSet
 from fullrank.encode import Encoder, Precision
 from fullrank.ending import Ending, conclude, last_logs, words, write_page
@@ -43,7 +43,7 @@ from fullrank.pooling import pooled_sets
 from fullrank.prompting import prompts_text
 from fullrank.ranks import current_ranks
 from fullrank.result import Result
-from fullrank.schedule import StepClock, cost_line, cost_remedy
+from fullrank.schedule import StepClock
 from fullrank.session import Session
 from fullrank.settings import DEFAULT_METRICS
 from fullrank.store import Stored
@@ -244,7 +244,8 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if state.global_step == 0:
             tags, guards = [tag_of(name) for name in self._names], list(self._run.watch.tags.values())
             self._announcer.add_layout(tags, shown=self._shown, pooled=self._is_pooled, guards=guards)
-            self._say_cost()
+            if self._announcer.speaks and (text := cost_before(self._run, self._schedule)):
+                self._announcer.tell("info", text)
             return self._evaluate(args, state, control)
         return control
 
@@ -261,7 +262,8 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Evaluates every N steps and at the last one."""
         if (seconds := self._clock.stop()) is not None:
-            self._say_if_dear(seconds)
+            if text := remedy_if_dear(self._run, self._schedule, seconds):
+                self._announcer.tell("warning", text)
         return self._evaluate(args, state, control) if self._schedule.due_after_step(state.global_step) else control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -346,18 +348,3 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if moment.look.stop or (self.options.patience and waited >= self.options.patience):
             control.should_training_stop = True
         return control
-
-    def _say_cost(self) -> None:
-        if not self._announcer.speaks:
-            return
-        try:
-            expected = estimate(self._run, self._schedule.evaluations)
-        except Exception:  # the evaluation that follows raises it on every rank alike
-            return
-        self._announcer.tell("info", cost_line(expected))
-
-    def _say_if_dear(self, step_seconds: float) -> None:
-        """Says once, when the time of a step is known, what interval would make the evaluations affordable."""
-        measured = cost(self._run, self._schedule.evaluations)
-        if measured is not None and (text := cost_remedy(measured, self._schedule, step_seconds)):
-            self._announcer.tell("warning", text)

@@ -8,14 +8,28 @@ from time import perf_counter
 from fullrank.isolate import undisturbed
 from fullrank.pooling import Pools, draw_pools, n_judged
 from fullrank.ranks import current_ranks
-from fullrank.schedule import Cost
+from fullrank.schedule import Cost, Schedule, cost_line, cost_remedy
 from fullrank.session import Session
 
-__all__ = ["cost", "estimate"]
+__all__ = ["cost", "cost_before", "estimate", "remedy_if_dear"]
 
 SAMPLE_SIZES = (8, 32, 128, 512)
 SAMPLE_SECONDS = 0.3
 """A sample that took so long tells the speed; the first, smallest one only warms up."""
+
+
+def cost_before(session: Session, schedule: Schedule) -> str | None:
+    """Returns the line on what the evaluations will cost, or None where a sample cannot be encoded."""
+    try:
+        return cost_line(estimate(session, schedule.evaluations))
+    except Exception:  # the evaluation that follows raises it on every rank alike
+        return None
+
+
+def remedy_if_dear(session: Session, schedule: Schedule, step_seconds: float) -> str | None:
+    """Returns what would make the evaluations affordable, where they are not; ``step_seconds`` of training."""
+    measured = cost(session, schedule.evaluations)
+    return None if measured is None else cost_remedy(measured, schedule, step_seconds)
 
 
 def estimate(session: Session, evaluations: int) -> Cost:
