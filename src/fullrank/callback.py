@@ -261,9 +261,9 @@ class RetrievalCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Evaluates every N steps and at the last one."""
-        if (seconds := self._clock.stop()) is not None:
-            if text := remedy_if_dear(self._run, self._schedule, seconds):
-                self._announcer.tell("warning", text)
+        seconds = self._clock.stop()
+        if seconds is not None and (text := remedy_if_dear(self._run, self._schedule, seconds)):
+            self._announcer.tell("warning", text)
         return self._evaluate(args, state, control) if self._schedule.due_after_step(state.global_step) else control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
