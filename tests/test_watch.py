@@ -105,23 +105,25 @@ def test_a_failure_waits_longer_each_time_and_ends(tmp_path):
 
 HOLD = (
     "import sys, time\nfrom pathlib import Path\nfrom fullrank.watching import held_lock\n"
-    "with held_lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    "with held_lock(Path(sys.argv[1]), sys.argv[2]):\n    print('held', flush=True)\n    time.sleep(60)\n"
 )
 
 
 def test_a_second_watcher_is_refused_and_the_lock_of_a_killed_one_is_free(tmp_path):
     lock = tmp_path / "run" / WATCH / "lock"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock), "run is watched"], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout.readline().strip() == "held"
         expected = rf"run is watched already by process {holder.pid} on .*; stop that one first"
-        with pytest.raises(SettingError, match=expected), held_lock(lock):
+        with pytest.raises(SettingError, match=expected), held_lock(lock, "run is watched"):
             pass
     finally:
         holder.kill()
         holder.wait()
         holder.stdout.close()
-    with held_lock(lock):
+    with held_lock(lock, "run is watched"):
         assert lock.is_file()
 
 

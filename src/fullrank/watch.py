@@ -17,10 +17,11 @@ from fullrank.averaging import copy_model
 from fullrank.candidates import Loader
 from fullrank.checkpoints import Evaluation, best_of
 from fullrank.data import GoldenSet
-from fullrank.discover import Candidate, checkpoint_folders, inspect_folder, state_of
+from fullrank.discover import Candidate, checkpoint_folders, inspect_folder
 from fullrank.encode import Adapter, Precision
 from fullrank.journal import Journal
 from fullrank.metrics import Metric, TieRule
+from fullrank.modelfiles import state_of
 from fullrank.objective import Objective, log_names, metrics_needed, named_sets
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
@@ -83,7 +84,7 @@ def watch(
     if not root.is_dir():
         raise DataError(f"run folder {str(run_dir)!r} does not exist")
     sets = named_sets(golden)
-    with held_lock(root / WATCH / "lock"):
+    with held_lock(root / WATCH / "lock", f"{root} is watched"):
         scout = _Scout(root, sets, Objective.parse(metric, list(sets)), metrics, ties, precision, batch_tokens, base)
         scout.open(keep_best)
         try:

@@ -6,6 +6,7 @@ journal has is never due again; a lock of a dead process is free.
 
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Collection, Iterable, Iterator
@@ -17,6 +18,8 @@ from fullrank._errors import SettingError
 from fullrank.discover import Candidate
 
 __all__ = ["Sightings", "held_lock"]
+
+logger = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0
 """Seconds before a failed evaluation is tried again: at first, doubled each time, and at most."""
@@ -88,24 +91,38 @@ def _mark(path: Path) -> object:
 
 
 @contextmanager
-def held_lock(path: Path) -> Iterator[None]:
+def held_lock(path: Path, taken: str, *, needed: bool = True) -> Iterator[None]:
     """Holds the lock file ``path`` for the time of the body; the system frees it when the process dies, however.
 
     On a file system that several machines share, this needs one that carries locks between them (NFS does).
 
+    Args:
+        path: of the lock file.
+        taken: begins the message where another process holds it.
+        needed: False goes on with a warning where the file system carries no locks, or the file cannot be written.
+
     Raises:
         SettingError: another process holds it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        if needed:
+            raise
+        logger.warning("%s cannot be locked (%s): see that nothing else writes there", path, error)
+        yield
+        return
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SettingError(
-                f"{path.parent.parent} is watched already by {_holder(path)}; stop that one first"
-            ) from None
+            raise SettingError(f"{taken} already by {_holder(path)}; stop that one first") from None
         except OSError as error:
+            if not needed:
+                logger.warning("%s cannot be locked (%s): see that nothing else writes there", path, error)
+                yield
+                return
             raise SettingError(
                 f"{path} cannot be locked ({error}): its file system carries no locks; watch from elsewhere"
             ) from error
