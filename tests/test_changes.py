@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 import fullrank
+from fullrank import report
 from fullrank import Result, compare, evaluate_run
 from fullrank._errors import DataError, SettingError
 from fullrank.changes import changes, changes_by_group, flips
 from fullrank.gating import fell_beyond, gate
-from fullrank.stats import holm
+from fullrank.stats
+from fullrank.tables import changes_table import holm
 
 QRELS = {f"q{i}": {"a": 1} for i in range(40)}
 
@@ -247,3 +249,11 @@ def test_a_margin_that_is_none_is_refused(max_drop):
 
 def test_gate_is_public():
     assert fullrank.gate is gate
+
+
+def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
+    monkeypatch.setattr(report, "PIPE_WIDTH", 80)
+    found = changes(make_result([1.0] * 6 + [0.0] * 1200), make_result([0.0] * 6 + [0.0] * 1000 + [1.0] * 200))
+    table = changes_table({"recall@10": next(iter(found.values()))}, title="a -> b", what="type")
+    assert max(map(len, table.splitlines())) <= 80
+    assert "1,206" in table
