@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 import fullrank
-from fullrank import report
-from fullrank import Result, compare, evaluate_run
+from fullrank import Result, compare, evaluate_run, report
 from fullrank._errors import DataError, SettingError
 from fullrank.changes import changes, changes_by_group, flips
 from fullrank.gating import fell_beyond, gate
-from fullrank.stats
-from fullrank.tables import changes_table import holm
+from fullrank.stats import holm
+from fullrank.tables import changes_table
 
 QRELS = {f"q{i}": {"a": 1} for i in range(40)}
 
