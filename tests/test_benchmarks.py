@@ -165,13 +165,13 @@ def test_a_baseline_of_other_data_is_an_error_of_that_set():
 def test_tables():
     found = outcomes_of({"one": ([0.0, 0.0, 1.0], [0.0, 1.0, 1.0]), "[bold]two": ([1.0, 1.0], [0.0, 1.0])})
     lines = benchmark_table(found, ["ndcg@10"]).splitlines()
-    assert re.search(r"│ one +│ +3 │ 0\.3333 │ 0\.6667 │ +\+33\.33 │", lines[3])
-    assert "│ [bold]two" in lines[4]
-    assert re.search(r"│ average of 2 +│ +│ 0\.6667 │ 0\.5833 │ +-8\.33 │", lines[6])
+    assert re.search(r"^one +│ *3│0\.3333│0\.6667│ *\+33\.33│", lines[2])
+    assert lines[3].startswith("[bold]two")
+    assert re.search(r"^average of 2 *│ *│0\.6667│0\.5833│ *-8\.33│", lines[5])
     alone = [type(o)(o.benchmark, o.result) for o in found]
     lines = benchmark_table(alone, ["ndcg@10"]).splitlines()
-    assert re.search(r"│ one +│ +3 │ +1,000 │ +0\.6667 │", lines[3])
-    assert re.search(r"│ average of 2 +│ +│ +│ +0\.5833 │", lines[6])
+    assert re.search(r"^one +│ *3│ *1,000│ *0\.6667", lines[2])
+    assert re.search(r"^average of 2 *│ *│ *│ *0\.5833", lines[5])
 
 
 def test_the_average_is_over_sets_not_over_queries():
@@ -272,7 +272,7 @@ def test_eval_of_beir_sets_as_a_real_process(here, root, model_folder):
     assert not COLOUR.search(found.stdout + found.stderr)
     assert found.stderr.startswith(f"error: none: there is no folder '{root / 'none'}', and hf:BeIR/none could not be")
     assert found.stderr.count("error: ") == 1
-    assert "│ average of 1 │" in found.stdout
+    assert "average of 1" in found.stdout
     assert [path.name for path in here.iterdir()] == ["tiny-model-sets"]
 
 
@@ -285,7 +285,7 @@ def test_eval_of_beir_sets_prints_one_table_and_saves_a_result_each(run, here, r
     assert sorted(p.name for p in out.iterdir()) == ["fiqa.json", "scifact.json"]
     results = {name: Result.load(out / f"{name}.json") for name in ("scifact", "fiqa")}
     for name, result in results.items():
-        assert re.search(rf"│ {name} +│ .*│ +{result['ndcg@10']:.4f} │", found.stdout)
+        assert re.search(rf"{name} *│.*│ *{result['ndcg@10']:.4f}", found.stdout)
         assert result.provenance["ties"] == "trec"
         assert 0 < result.timing["query_ms_p50"] <= result.timing["query_ms_p95"]
     mean = (results["scifact"]["ndcg@10"] + results["fiqa"]["ndcg@10"]) / 2
@@ -321,7 +321,7 @@ def test_a_missing_set_is_named_the_others_go_on_and_the_exit_code_is_2(run, her
         f"error: SCIDOCS: there is no folder '{root / 'scidocs'}', and mteb:SCIDOCS could not"
     )
     assert "Traceback" not in found.stderr
-    assert re.search(r"│ SciFact ", found.stdout)
+    assert re.search(r"(?m)^SciFact", found.stdout)
     assert "average of 1" in found.stdout
     assert [p.name for p in (here / "tiny-model-sets").iterdir()] == ["SciFact.json"]
 

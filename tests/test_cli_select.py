@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,11 +44,13 @@ def test_the_leaderboard_the_choice_and_a_model_that_loads(run_main, folder, dat
     options = ["--data", data, "--split", "dev", "--base", tiny_base_path, "--copy-to", tmp_path / "chosen", "--tied"]
     code, out, err = run_main("select", folder, *options, "--confirm", "test", "--guard", f"{data}:ndcg@10:0.99")
     assert code == 0, err
-    for word in ("step", "recall@1", "95 % interval", "delta (points)", "docs/s", "seen", "* chosen"):
+    for word in ("step", "recall@1", "95 % interval", "points", "docs/s", "seen", "* chosen"):
         assert word in out
     assert "Chosen: step " in out
     assert "Confirmed on 40 queries that took no part in the choice" in out
-    assert f"Journal: {folder / 'selection.json'}; model in {tmp_path / 'chosen'}" in out
+    assert f"Journal: {folder / 'selection.json'}" in out
+    assert f"Model in {tmp_path / 'chosen'}" in out
+    assert max(map(len, out.partition("\nChosen")[0].splitlines())) <= 80
     stored = json.loads((folder / "selection.json").read_text())["selection"]
     model = SentenceTransformer(str(tmp_path / "chosen"), device="cpu")
     score = evaluate(model, load_golden(str(data), "dev"), metrics=["recall@1"])["recall@1"]
@@ -94,6 +97,10 @@ def test_keeping_is_a_dry_run_until_delete_is_said(run_main, folder, data, tiny_
         (["--rule", "best"], "rule='best' is unknown; choose one of max, one-se"),
         (["--guard", "beir"], "--guard 'beir' must be DATA:METRIC:MAX_DROP"),
         (["--guard", "beir:ndcg@10:much"], "'much' is no number; 0.02 is two points"),
+        (["--keep-last", "-1"], "keep_last=-1 must be at least 1: the best and the newest are never deleted"),
+        (["--keep-best", "0"], "keep_best=0 must be at least 1"),
+        (["--metric", "recall@1=0.7", "--metric", "recall@1=0.3"], "--metric names one metric twice: recall@1=0.7"),
+        (["--base", "/nowhere/x"], "the base model '/nowhere/x' cannot be evaluated: model folder '/nowhere/x' does"),
         (["--delete"], "--delete needs --keep-best or --keep-last, which say what stays"),
         (["--copy-to", "../run"], "--copy-to ../run: exists already; name a new or empty folder"),
         (["--confirm", "dev"], "40 queries of the confirming set are among those of 'data-dev' that choose"),
@@ -105,6 +112,66 @@ def test_wrong_input_is_one_line_and_exit_2(run_main, folder, data, options, mes
     assert code == 2
     assert message in err
     assert out == ""
+
+
+def test_options_are_refused_before_any_work(run_main, folder, data):
+    code, _, err = run_main("select", folder, "--data", "/no/data", "--keep-last", "-1")
+    assert code == 2
+    assert "keep_last=-1" in err
+    code, _, err = run_main("select", folder, "--data", data, "--split", "dev", "--guard", f"{data}:ndcg@10:0.02")
+    assert code == 2
+    assert "guards compare with the base model, and none is known" in err
+    assert not (folder / "selection.json").exists()
+
+
+def test_where_nothing_could_be_evaluated_the_common_cause_is_named_once_and_the_code_is_2(run_main, folder, data):
+    for path in folder.glob("checkpoint-*/model.safetensors"):
+        path.write_bytes(b"half")
+    code, out, err = run_main("select", folder, "--data", data, "--split", "dev", "--json")
+    assert (code, out) == (2, "")
+    assert "no candidate could be evaluated. checkpoint-4, checkpoint-8, checkpoint-12" in err
+    assert err.count("half-written") == 1
+
+
+def test_the_base_is_compared_with_interval_and_p_by_default(run_main, folder, data, tiny_base_path):
+    _, out, _ = run_main("select", folder, "--data", data, "--split", "dev", "--base", tiny_base_path)
+    assert re.search(r"recall@1 \+\d+\.\d\d points \[.*\], p = \d\.\d{4} over 40 queries", out)
+
+
+def test_the_table_is_there_although_the_copy_fails(run_main, folder, data, tmp_path, monkeypatch):
+    from fullrank import handing
+
+    def fails(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(handing, "copy_model", fails)
+    options = ["--data", data, "--split", "dev", "--keep-best", 1, "--delete", "--copy-to", tmp_path / "chosen"]
+    before = sorted(folder.glob("checkpoint-*"))
+    code, out, err = run_main("select", folder, *options)
+    assert code == 2
+    assert "* chosen" in out
+    assert "no space left" in err
+    assert "\ndeleted: " not in out
+    assert sorted(folder.glob("checkpoint-*")) == before
+
+
+def test_json_names_what_was_deleted(run_main, folder, data, monkeypatch):
+    from fullrank import keeping
+
+    real = keeping.shutil.rmtree
+
+    def fails(path, *args, **options):
+        if path.name == "checkpoint-4":
+            raise PermissionError("not yours")
+        real(path, *args, **options)
+
+    monkeypatch.setattr(keeping.shutil, "rmtree", fails)
+    options = ["--data", data, "--split", "dev", "--keep-best", 1, "--delete", "--json"]
+    _, out, _ = run_main("select", folder, *options)
+    body = json.loads(out)
+    assert "checkpoint-4" in body["may_go"]
+    assert set(body["deleted"]) == set(body["may_go"]) - {"checkpoint-4"}
+    assert {path.name for path in folder.glob("checkpoint-*")} & set(body["deleted"]) == set()
 
 
 def test_folders_that_hold_nothing(run_main, data, tmp_path):

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from fullrank import BestStore
 from fullrank._errors import DataError
-from fullrank.discover import discover, fingerprint, inspect_folder, refuse_mixed
+from fullrank.discover import discover, fingerprint_of, inspect_folder, refuse_mixed
 
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -83,7 +83,31 @@ def test_of_one_step_in_two_places_the_stored_one_is_taken_unless_it_is_broken(t
     BestStore(tmp_path / "fullrank" / "best").offer(9, 0.7, save)
     assert [c.name for c in discover(tmp_path)] == ["fullrank/best/step-9"]
     (tmp_path / "fullrank" / "best" / "step-9" / "model.safetensors").write_bytes(b"half")
-    assert [c.name for c in discover(tmp_path)] == ["checkpoint-9"]
+    found = discover(tmp_path)
+    assert [c.name for c in found] == ["checkpoint-9", "fullrank/best/step-9"]
+    assert found[1].problem.endswith("half-written")  # named all the same
+
+
+def test_folders_of_one_step_with_unlike_weights_are_candidates_each(tmp_path):
+    write_model(tmp_path / "checkpoint-8", value=1)
+    write_model(tmp_path / "other run", value=2, state=8)
+    write_model(tmp_path / "copy", value=1, state=8)
+    (write_model(tmp_path / "half", value=3, state=8) / "model.safetensors").write_bytes(b"half")
+    write_model(tmp_path / "checkpoint-4", value=1)  # of another step: a candidate, whatever its weights
+    found = discover(tmp_path)
+    assert [(c.name, c.step) for c in found] == [
+        ("checkpoint-4", 4),
+        ("checkpoint-8", 8),
+        ("other run", 8),
+        ("half", 8),
+    ]
+    assert [c.name for c in found if c.problem] == ["half"]
+
+
+def test_a_state_that_cannot_be_read_leaves_a_folder_without_a_step(tmp_path, caplog):
+    (write_model(tmp_path / "final", state=8) / "trainer_state.json").write_text("{")
+    assert [(c.name, c.step, c.problem) for c in discover(tmp_path)] == [("final", None, None)]
+    assert "its step is not known" in caplog.text
 
 
 def test_the_model_that_the_trainer_saved_in_the_run_folder_is_a_candidate_unless_it_is_a_copy(tmp_path):
@@ -187,10 +211,34 @@ def test_a_fingerprint_tells_weights_apart_and_not_folders(tmp_path):
         inspect_folder(write_model(tmp_path / name, value=value), name)
         for name, value in (("a", 1.0), ("b", 1.0), ("c", 1.5))
     )
-    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+    assert fingerprint_of(one) == fingerprint_of(same) != fingerprint_of(other)
+    for file, key in (("1_Pooling/config.json", "pooling_mode"), ("modules.json", "x"), ("tokenizer_config.json", "y")):
+        folder = write_model(tmp_path / f"d{key}")
+        before = fingerprint_of(inspect_folder(folder, "d"))
+        (folder / file).write_text(json.dumps([] if file == "modules.json" else {key: "cls"}))
+        assert fingerprint_of(inspect_folder(folder, "d")) != before
+        (folder / "trainer_state.json").write_text("{}")  # shapes nothing
+        (folder / "README.md").write_text("card")
+        written_anew = {**json.loads((folder / "config.json").read_text()), "transformers_version": "9"}
+        middle = fingerprint_of(inspect_folder(folder, "d"))
+        (folder / "config.json").write_text(json.dumps(written_anew))
+        assert fingerprint_of(inspect_folder(folder, "d")) == middle != before
     shutil.rmtree(one.path)
     with pytest.raises(OSError, match="a"):
-        fingerprint(one)
+        fingerprint_of(one)
+
+
+def test_the_fingerprint_of_an_adapter_covers_its_settings_and_its_base(tmp_path):
+    base = write_model(tmp_path / "base")
+    adapter = inspect_folder(write_adapter(tmp_path / "a", base=str(base), lora_alpha=16), "a")
+    first = fingerprint_of(adapter)
+    write_adapter(tmp_path / "b", base=str(base), lora_alpha=1)
+    assert fingerprint_of(inspect_folder(tmp_path / "b", "b")) != first
+    assert fingerprint_of(adapter, str(write_model(tmp_path / "other"))) != first
+    save_file({"w": np.full((4, 4), 7, np.float32)}, base / "model.safetensors")  # trained on in place
+    assert fingerprint_of(adapter) != first
+    whole = inspect_folder(base, "base")
+    assert fingerprint_of(whole) == fingerprint_of(whole, "another/base")  # which it does not need
 
 
 def test_ids_of_foreign_folders_are_only_names(tmp_path):

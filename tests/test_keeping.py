@@ -1,6 +1,7 @@
 """What may be deleted: a pure decision that spares the best, the newest, the unscored; and one place that does it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from fullrank import keeping
 from fullrank._errors import DataError, SettingError
-from fullrank.discover import Candidate, fingerprint
 from fullrank.keeping import Keepsake, decide, delete, keepsakes
+from fullrank.modelfiles import fingerprint
 from fullrank.selection import Row, Selection
 
 
@@ -29,7 +31,11 @@ def test_what_may_go_is_never_the_best_the_newest_or_the_unscored(ranks, keep_be
 
 
 def test_what_is_protected_stays_whatever_its_rank():
-    items = [Keepsake("checkpoint-2", 2, 5, "chosen"), Keepsake("checkpoint-4", 4, 6), Keepsake("checkpoint-6", 6, 7)]
+    items = [
+        Keepsake("checkpoint-2", 2, 5, protected="chosen"),
+        Keepsake("checkpoint-4", 4, 6),
+        Keepsake("checkpoint-6", 6, 7),
+    ]
     assert decide(items, keep_best=1, keep_last=1) == {
         "checkpoint-2": "chosen",
         "checkpoint-4": "",
@@ -53,7 +59,7 @@ def scored(tmp_path):
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "best_model_checkpoint": best}))
     for place, step in enumerate((6, 4, 8, 2)):
         path = run / f"checkpoint-{step}"
-        mark = fingerprint(Candidate(path.name, path, step, "model", True, "checkpoint"))
+        mark = fingerprint(path)
         rows.append(Row(path.name, str(path), step, "complete", score=1 - place / 10, bound=0.5, fingerprint=mark))
     rows.append(Row("checkpoint-10", str(run / "checkpoint-10"), 10, "failed"))
     selection = Selection(
@@ -72,6 +78,7 @@ def scored(tmp_path):
         None,
         "recall@1",
         None,
+        0,
         0,
         0.0,
         "",
@@ -123,3 +130,76 @@ def test_what_has_changed_since_it_was_scored_stays(scored):
     with pytest.raises(DataError, match=r"checkpoint-8 has changed since it was scored; nothing was deleted"):
         delete(run, ["checkpoint-4", "checkpoint-8"], selection)
     assert (run / "checkpoint-4").is_dir()
+
+
+def keep(run, selection, *, keep_best=1, **options):
+    return decide(keepsakes(run, selection, **options), keep_best=keep_best, keep_last=1)
+
+
+def test_the_best_so_many_are_eligible_checkpoints_and_no_base(scored):
+    run, selection = scored
+    base = Row("base", "hub/base", 0, "complete", score=2.0, bound=2.0)
+    six, four, eight, two, *rest = selection.rows
+    refused = replace(six, eligible=False, why="general: ndcg@10 0.1, floor 0.2")
+    beaten = replace(selection, winner=base, base=base, rows=(base, refused, four, eight, two, *rest))
+    why = keep(run, beaten)
+    assert (why["checkpoint-6"], why["checkpoint-4"], why["checkpoint-8"]) == ("", "among the 1 best", "")
+    assert keep(run, beaten, keep_best=2)["checkpoint-8"] == "among the 2 best"
+    none = replace(beaten, rows=(base, *(replace(row, eligible=False) for row in (six, four, eight, two)), *rest))
+    assert keep(run, none)["checkpoint-4"] == "no checkpoint is eligible"
+
+
+def test_a_row_counts_for_its_own_folder_and_not_for_others_of_its_step(scored):
+    run, selection = scored
+    twin = replace(selection.rows[1], name="my old run")  # of step 4
+    why = keep(run, replace(selection, rows=(twin, *(r for r in selection.rows if r.name != "checkpoint-4"))))
+    assert why["checkpoint-4"] == "not scored"
+
+
+@pytest.mark.parametrize("how", ["adapter", "option", "row", "link to the folder", "link to a file"])
+def test_what_something_else_needs_stays(scored, tmp_path, how):
+    run, selection = scored
+    target, options = run / "checkpoint-4", {}
+    assert not keep(run, selection)[target.name]
+    if how == "adapter":  # of any candidate, also one that was not chosen
+        (run / "final").mkdir()
+        save_file({"lora_A": np.zeros(4, np.float32)}, run / "final" / "adapter_model.safetensors")
+        (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(target)}))
+    elif how == "option":
+        options = {"base": str(target)}
+    elif how == "row":
+        selection = replace(selection, base=Row("base", str(target), 0, "complete"))
+    elif how == "link to the folder":
+        (run / "best").symlink_to(target.name)
+    else:
+        (run / "final").mkdir()
+        (run / "final" / "model.safetensors").symlink_to(target / "model.safetensors")
+    expected = "the target of the link" if how.startswith("link") else "a base model"
+    assert keep(run, selection, **options)[target.name].startswith(expected)
+    with pytest.raises(DataError, match=f"checkpoint-4 is {expected}.*; nothing was deleted"):
+        delete(run, [target.name], selection, **options)
+    assert target.is_dir()
+
+
+@pytest.mark.parametrize("text", ["{", '{"global_step": "x"}', "[]"])
+def test_a_state_that_cannot_be_read_keeps_its_folder_and_the_others_go_on(scored, text):
+    run, selection = scored
+    (run / "checkpoint-8" / "trainer_state.json").write_text(text)
+    why = keep(run, selection)
+    assert why["checkpoint-8"] == "its trainer_state.json cannot be read"
+    assert why["checkpoint-4"] == ""
+    assert why["checkpoint-12"] == "the newest to resume from"
+
+
+def test_what_is_said_to_be_gone_is_gone(scored, monkeypatch, caplog):
+    run, selection = scored
+    real = keeping.shutil.rmtree
+
+    def fails(path, *args, **options):
+        if path.name == "checkpoint-4":
+            raise PermissionError("not yours")
+        real(path, *args, **options)
+
+    monkeypatch.setattr(keeping.shutil, "rmtree", fails)
+    assert delete(run, ["checkpoint-4", "checkpoint-8"], selection) == [run / "checkpoint-8"]
+    assert "checkpoint-4 could not be deleted: not yours" in caplog.text

@@ -170,6 +170,20 @@ def test_fields_of_another_shape(tmp_path, change):
         Result.load(path)
 
 
+@pytest.mark.parametrize("value", [None, "x", True, float("nan")])
+def test_a_value_that_is_no_number_is_named_with_file_metric_and_query(tmp_path, value):
+    path = make().save(tmp_path / "r.json")
+    body = json.loads(path.read_text())
+    body["per_query"]["mrr"][1] = value
+    path.write_text(json.dumps(body))
+    with pytest.raises(DataError, match=rf"r.json is not .*: metric 'mrr' of query 'q2' is {value!r} and no finite"):
+        Result.load(path)
+    body["metrics"]["mrr"], body["per_query"]["mrr"][1] = value, 0.0
+    path.write_text(json.dumps(body))
+    with pytest.raises(DataError, match=rf"r.json is not .*: metric 'mrr' is {value!r} and no finite number"):
+        Result.load(path)
+
+
 def test_a_failed_save_leaves_the_old_file_whole(tmp_path):
     path = make().save(tmp_path / "r.json")
     before = path.read_bytes()

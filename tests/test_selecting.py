@@ -30,6 +30,7 @@ class Fake:
     allowed: bool = True
     broken: bool = False
     failed: bool = False
+    counts: bool = True
     seen: set = field(default_factory=set)
 
     @property

@@ -242,3 +242,13 @@ def test_holm_equals_the_naive_one(p_values):
 def test_p_values_that_are_none(bad):
     with pytest.raises(DataError):
         holm(bad)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-1, 1).map(lambda v: round(v, 3)), min_size=2, max_size=60), st.randoms())
+def test_neither_direction_nor_order_changes_a_p_value(differences, random):
+    expected = paired_p_value(differences)
+    shuffled = random.sample(differences, len(differences))
+    assert paired_p_value([-d for d in differences]) == expected
+    assert paired_p_value(shuffled) == expected
+    assert 0 < expected <= 1

@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from fullrank import select_checkpoint, watching
 from fullrank._errors import DataError, SettingError
@@ -105,23 +107,25 @@ def test_a_failure_waits_longer_each_time_and_ends(tmp_path):
 
 HOLD = (
     "import sys, time\nfrom pathlib import Path\nfrom fullrank.watching import held_lock\n"
-    "with held_lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    "with held_lock(Path(sys.argv[1]), sys.argv[2]):\n    print('held', flush=True)\n    time.sleep(60)\n"
 )
 
 
 def test_a_second_watcher_is_refused_and_the_lock_of_a_killed_one_is_free(tmp_path):
     lock = tmp_path / "run" / WATCH / "lock"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock), "run is watched"], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout.readline().strip() == "held"
         expected = rf"run is watched already by process {holder.pid} on .*; stop that one first"
-        with pytest.raises(SettingError, match=expected), held_lock(lock):
+        with pytest.raises(SettingError, match=expected), held_lock(lock, "run is watched"):
             pass
     finally:
         holder.kill()
         holder.wait()
         holder.stdout.close()
-    with held_lock(lock):
+    with held_lock(lock, "run is watched"):
         assert lock.is_file()
 
 
@@ -200,8 +204,74 @@ def test_bad_input(arrive, golden, make_golden, tmp_path):
         watch(tmp_path, golden, quiet=-1)
     run = arrive(4)
     watch(run, golden, until=4, **FAST)
-    with pytest.raises(DataError, match="was begun with other data than 'other'; move it away to begin anew"):
-        watch(run, make_golden(9, name="other"), until=4, **FAST)
+    other = {
+        "data": ({}, make_golden(9, name="dev")),
+        "objective": ({"metric": "ndcg@10"}, golden),
+        "metrics": ({"metrics": ["mrr"]}, golden),
+        "ties": ({"ties": "trec"}, golden),
+        "precision": ({"precision": "bf16"}, golden),
+        "base": ({"base": str(tmp_path)}, golden),
+    }
+    for what, (options, data) in other.items():
+        with pytest.raises(DataError, match=rf"was begun with other settings \(.*{what}.*\), and its scores cannot be"):
+            watch(run, data, until=4, **options, **FAST)
+    (run / WATCH / "settings.json").write_text("[")
+    with pytest.raises(DataError, match=r"settings.json cannot be read \(.*\); move .* away to begin anew"):
+        watch(run, golden, until=4, **FAST)
+
+
+def test_a_base_that_fails_is_tried_again_and_also_after_a_restart(
+    arrive, golden, tiny_base_path, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(watching, "FIRST_WAIT", 0.05)
+    run, base = arrive(4), tmp_path / "base"
+    seen = []
+
+    def comes(line, best):
+        seen.append(line.step)
+        if line.step == 4 and not base.exists():
+            shutil.copytree(tiny_base_path, base)
+
+    lines = watch(run, golden, base=str(base), until=4, attempts=50, on_line=comes, **FAST)
+    assert seen == [4, 0]
+    assert {line.step: line.status for line in lines} == {0: "ok", 4: "ok"}
+    shutil.rmtree(run / WATCH)
+    shutil.rmtree(base)
+    lines = watch(run, golden, base=str(base), until=4, attempts=2, **FAST)
+    assert {line.step: line.status for line in lines} == {0: "failed", 4: "ok"}
+    shutil.copytree(tiny_base_path, base)
+    arrive(8)
+    lines = watch(run, golden, base=str(base), until=8, attempts=2, **FAST)
+    assert {line.step: line.status for line in lines} == {0: "ok", 4: "ok", 8: "ok"}
+
+
+def test_a_base_among_the_best_is_stored_in_the_shape_in_which_it_was_scored(arrive, golden, tiny_base_path):
+    from sentence_transformers import SentenceTransformer
+
+    from fullrank import evaluate
+
+    run = arrive(4, how="peft")
+    weights = run / "checkpoint-4" / "adapter_model.safetensors"
+    save_file({name: 9 * np.ones_like(value) for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    pooling = run / "checkpoint-4" / "1_Pooling" / "config.json"
+    body = json.loads(pooling.read_text())
+    cls = {"pooling_mode": "cls"}
+    body |= cls if "pooling_mode" in body else {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}
+    pooling.write_text(json.dumps(body))
+    lines = watch(run, golden, metric="ndcg@10", until=4, keep_best=2, **FAST)
+    scores = {line.step: line.score for line in lines}
+    model = SentenceTransformer(str(run / WATCH / "best" / "step-0"), device="cpu")
+    assert evaluate(model, golden)["ndcg@10"] == pytest.approx(scores[0], abs=1e-9)
+
+
+def test_a_folder_that_stays_half_written_is_named_once_and_does_not_hold_the_watch(arrive, golden, caplog):
+    run = arrive(4, 8)
+    (run / "checkpoint-8" / "model.safetensors").write_bytes(b"half")
+    started = time.monotonic()
+    lines = watch(run, golden, idle_exit=0.005, **FAST)
+    assert [line.step for line in lines] == [4]
+    assert time.monotonic() - started < 20
+    assert caplog.text.count("checkpoint-8 is not taken: model.safetensors has 4 bytes: half-written") == 1
 
 
 # ------------------------------------------------------------------------------------- chaos, with real processes

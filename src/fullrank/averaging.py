@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fullrank._errors import DataError
-from fullrank.discover import STATE, Candidate, weight_files
+from fullrank.discover import Candidate
+from fullrank.modelfiles import STATE, weight_files
 
 __all__ = ["copy_model", "write_soup"]
 

@@ -20,29 +20,15 @@ from torch import Tensor, nn
 
 from fullrank._errors import DataError, EvaluationError, FullrankError
 from fullrank._optional import require
-from fullrank.discover import ADAPTER, ADAPTER_CONFIG, Candidate
+from fullrank.discover import Candidate
 from fullrank.encode import Adapter, as_encoder
+from fullrank.modelfiles import ADAPTER, ADAPTER_CONFIG, settled, shaping_files
 from fullrank.models import bare_backbone, load_sentence_transformer
 from fullrank.weights import EXTRA, load_weights
 
-__all__ = ["Loader", "save_loaded"]
+__all__ = ["Loader", "backbone_folder", "save_loaded"]
 
 logger = logging.getLogger(__name__)
-
-_SHAPING = (
-    "modules.json",
-    "config*.json",
-    "sentence_*.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*/config.json",
-)
-"""Files that shape a model besides its weights."""
-_PASSING = ("transformers_version", "__version__", "_name_or_path", "name_or_path")
 
 
 class Loader:
@@ -165,17 +151,17 @@ class _Shell:
                 live[name].copy_(value)
 
 
-def save_loaded(encoder: Adapter, folder: Path) -> None:
+def save_loaded(encoder: Adapter, folder: Path, *, adapters: bool = True) -> None:
     """Writes the model behind ``encoder``, with the weights that are in it now, as a loadable folder.
 
-    Adapters are merged into their base, which changes the model in memory: load anew before encoding.
+    Adapters are merged into their base, or left out, which changes the model in memory: load anew before encoding.
     """
     model: Any = getattr(encoder, "model", None)
-    _merge_adapters(model)
+    _remove_adapters(model, merge=adapters)
     model.save_pretrained(str(folder))
 
 
-def _merge_adapters(model: Any) -> None:
+def _remove_adapters(model: Any, *, merge: bool) -> None:
     layers = {id(layer) for layer in _adapter_layers(model)}
     if not layers:
         return
@@ -186,10 +172,12 @@ def _merge_adapters(model: Any) -> None:
             if id(child) not in layers:
                 continue
             if isinstance(child, BaseTunerLayer):
-                child.merge()
+                if merge:
+                    child.merge()
                 setattr(part, name, child.get_base_layer())
             else:  # a module that was trained whole beside the adapter
-                setattr(part, name, child.modules_to_save[child.active_adapters[0]])
+                whole = child.modules_to_save[child.active_adapters[0]] if merge else child.original_module
+                setattr(part, name, whole)
     backbone = model[0].model
     if hasattr(backbone, "get_base_model"):
         model[0].model = backbone = backbone.get_base_model()
@@ -238,7 +226,7 @@ def _adapted_folder(candidate: Candidate, given: str | None) -> Any:
                 (copy / path.name).symlink_to(path.resolve(), target_is_directory=path.is_dir())
         config = json.loads((candidate.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         local = Path(given).expanduser()
-        config["base_model_name_or_path"] = str(_backbone_folder(local)) if local.is_dir() else given
+        config["base_model_name_or_path"] = str(backbone_folder(local)) if local.is_dir() else given
         (copy / ADAPTER_CONFIG).write_text(json.dumps(config), encoding="utf-8")
         return _loaded_model(str(copy))
 
@@ -264,7 +252,7 @@ def _base_model(base: str) -> Any:
     return _loaded_model(base)
 
 
-def _backbone_folder(folder: Path) -> Path:
+def backbone_folder(folder: Path) -> Path:
     """Returns where in a SentenceTransformer's folder its backbone is."""
     modules = folder / "modules.json"
     if not modules.is_file():
@@ -346,24 +334,9 @@ def _key(candidate: Candidate, base: str | None) -> str:
     """Returns what candidates share whose weights can be swapped: the files that shape the model."""
     digest = hashlib.sha256(f"{candidate.kind} {candidate.bare} {base}".encode("utf-8", "surrogateescape"))
     if candidate.kind == "adapter":
-        digest.update(_settled(candidate.path / ADAPTER_CONFIG))
+        digest.update(settled(candidate.path / ADAPTER_CONFIG))
     if not candidate.bare:
-        for path in sorted({p for pattern in _SHAPING for p in candidate.path.glob(pattern) if p.is_file()}):
+        for path in shaping_files(candidate.path):
             digest.update(str(path.relative_to(candidate.path)).encode("utf-8", "surrogateescape"))
-            digest.update(_settled(path))
+            digest.update(settled(path))
     return digest.hexdigest()
-
-
-def _settled(path: Path) -> bytes:
-    """Returns a file's content, JSON without what differs between writings of the same model."""
-    raw = path.read_bytes()
-    try:
-        body = json.loads(raw)
-    except ValueError:
-        return raw
-    if not isinstance(body, dict):
-        return raw
-    kept = {name: value for name, value in body.items() if name not in _PASSING}
-    if isinstance(targets := kept.get("target_modules"), list):  # a set, written in any order
-        kept["target_modules"] = sorted(map(str, targets))
-    return json.dumps(kept, sort_keys=True).encode()

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from fullrank._errors import SettingError
+from fullrank._errors import DataError, SettingError
 from fullrank._files import refuse_unwritable
 from fullrank.checkpoints import best_of
 from fullrank.data import GoldenSet
 from fullrank.doors import Data, Split, app, quiet_loading
 from fullrank.guards import Guard
-from fullrank.keeping import decide, delete, keepsakes
-from fullrank.leaderboard import choice_text, leaderboard_table, watch_line
+from fullrank.keeping import decide, delete, keepsakes, refuse_counts
+from fullrank.leaderboard import choice_text, leaderboard_table, nothing_evaluated, watch_line
 from fullrank.loaders import load_golden
 from fullrank.progress import progress_bars
 from fullrank.report import say
@@ -61,6 +61,8 @@ def select(
     keeps = keep_best is not None or keep_last is not None
     if delete_rest and not keeps:
         raise SettingError("--delete needs --keep-best or --keep-last, which say what stays")
+    refuse_counts(keep_best, keep_last)
+    chooses = _objective(metric or ["recall@1"])
     if copy_to is not None:
         _refuse_taken(copy_to)
     golden, guards = load_golden(data, split), [_guard(text) for text in guard or ()]
@@ -70,7 +72,7 @@ def select(
         selection = select_checkpoint(
             run_dir,
             golden,
-            metric=_objective(metric or ["recall@1"]),
+            metric=chooses,
             base=base,
             rule=rule,  # type: ignore[arg-type]  # checked there, as is the precision
             confirm=None if confirm is None else load_golden(data, confirm),
@@ -78,24 +80,32 @@ def select(
             exhaustive=exhaustive,
             tied=tied,
             soup=soup,
-            keep_best=keep_best or 1,
+            keep_best=keep_best or 1 if keeps else None,
             precision=precision,  # type: ignore[arg-type]
             progress=progress,
         )
+    if selection.winner is None and all(row.status == "failed" for row in selection.rows):
+        raise DataError(nothing_evaluated(selection))
+    if not as_json:  # before what may fail: the table is what all the work was for
+        _say(selection, golden)
+    stays = decide(keepsakes(run_dir, selection, base=base), keep_best=keep_best or 1, keep_last=keep_last or 1)
+    may_go = [name for name, why in stays.items() if not why] if keeps else []
+    gone: list[str] = []
+    try:
         if copy_to is not None and selection.winner is not None:
             from fullrank.handing import hand_over
 
-            hand_over(selection, copy_to, base=base)
-    stays = decide(keepsakes(run_dir, selection), keep_best=keep_best or 1, keep_last=keep_last or 1) if keeps else {}
-    gone = [name for name, why in stays.items() if not why]
-    if as_json:
-        say(json.dumps({**selection.as_dict(), "may_go": gone, "deleted": gone if delete_rest else []}))
-    else:
-        _say(selection, golden, copy_to)
-        if keeps:
-            _say_keeping(stays, delete_rest)
-    if delete_rest:
-        delete(run_dir, gone, selection)
+            with quiet_loading():
+                hand_over(selection, copy_to, base=base)
+            if not as_json:
+                say(f"Model in {copy_to}")
+        if delete_rest:
+            gone = [path.name for path in delete(run_dir, may_go, selection, base=base)]
+    finally:
+        if as_json:
+            say(json.dumps({**selection.as_dict(), "may_go": may_go, "deleted": gone}))
+        elif keeps:
+            _say_keeping(stays, gone, delete_rest)
     raise typer.Exit(0 if selection.improved else 1)
 
 
@@ -152,16 +162,21 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _say(selection: Selection, golden: GoldenSet, copy_to: Path | None) -> None:
+def _say(selection: Selection, golden: GoldenSet) -> None:
     n = golden.n_answerable
     say(leaderboard_table(selection, title=f"{golden.name}: {n:,} queries, {len(golden.corpus):,} documents"))
     say(choice_text(selection))
-    say(f"Journal: {selection.journal}" + (f"; model in {copy_to}" if copy_to and selection.winner else ""))
+    say(f"Journal: {selection.journal}")
 
 
-def _say_keeping(stays: dict[str, str], delete_rest: bool) -> None:
+def _say_keeping(stays: dict[str, str], gone: Sequence[str], delete_rest: bool) -> None:
     for name, why in stays.items():
-        say(f"stays: {name} ({why})" if why else f"{'deleted' if delete_rest else 'would be deleted'}: {name}")
+        if why:
+            say(f"stays: {name} ({why})")
+        elif not delete_rest:
+            say(f"would be deleted: {name}")
+        else:
+            say(f"deleted: {name}" if name in gone else f"not deleted: {name}")
     if not delete_rest:
         say("Nothing was deleted; add --delete to do it.")
 
@@ -180,6 +195,8 @@ def _objective(texts: Sequence[str]) -> str | dict[str, float]:
                 f"--metric {text!r}: several metrics need weights, for example --metric recall@1=0.7 --metric "
                 "ndcg@10=0.3"
             ) from None
+    if len(weights) < len(texts):
+        raise SettingError(f"--metric names one metric twice: {', '.join(texts)}")
     return weights
 
 

@@ -86,7 +86,7 @@ def gate(
 
     A metric fails where delta < -max_drop AND interval.high < 0: the mean of the paired differences fell by more than
     the margin, and their 95 % interval lies wholly below 0, so "no fall" is excluded. A fall that the queries cannot
-    carry passes, and the output says so. With several metrics the p-value must also hold after Holm's correction.
+    carry passes, and the output says so. Each metric is judged by itself; --json also has p after Holm's correction.
     Bounds, results that are not eligible, other data and other tie rules are refused: exit code 2.
 
     Example: fullrank gate tuned.json --baseline base.json --max-drop 0.02 --metric ndcg@10

@@ -8,100 +8,29 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fullrank._errors import DataError, EvaluationError
-from fullrank.candidates import Loader
-from fullrank.competitors import hard_first
+from fullrank._errors import DataError, EvaluationError, FullrankError
 from fullrank.data import GoldenSet
-from fullrank.discover import Candidate, fingerprint
-from fullrank.encode import Adapter, Precision
+from fullrank.discover import Candidate, fingerprint_of
+from fullrank.encode import Adapter
 from fullrank.gating import fell_beyond
-from fullrank.guards import Guard
-from fullrank.metrics import Metric, TieRule
-from fullrank.objective import Objective
-from fullrank.plan import EvaluationPlan
+from fullrank.modelfiles import fingerprint, shape_of
 from fullrank.result import Result
+from fullrank.ring import Ring, guard_name
 from fullrank.selecting import Values, objective_values
-from fullrank.selection import Entry, SelectionJournal
+from fullrank.selection import Entry
 
-__all__ = ["Contestant", "Ring", "guard_name"]
+__all__ = ["Contestant"]
 
 logger = logging.getLogger(__name__)
 
-LIST_LENGTH = 100
-"""Documents that rankings of finished candidates list for each query: what is ranked first for the others."""
 SMALLEST_BLOCK, SHARE_OF_CORPUS = 32, {"adapter": 0.01, "model": 0.02}
 """Of documents that a candidate is extended by. Putting back all weights costs more than an adapter, so its blocks are
 larger."""
-FLUSH_SECONDS = 5.0
-
-
-@dataclass
-class Ring:
-    """What the candidates of a selection share.
-
-    Attributes:
-        loader: puts weights into memory.
-        golden: golden sets by name.
-        objective: what chooses.
-        metrics: to compute.
-        ties, precision, batch_tokens: see `fullrank.evaluate`.
-        guards: what candidates must not lose.
-        journal: of the selection.
-        remember_bounds: whether a bound in the journal is enough to leave a candidate alone; not for rules that look at
-            single queries.
-        progress: called with the documents encoded so far.
-        guarded: the base's score on each guard, once it is known.
-    """
-
-    loader: Loader
-    golden: dict[str, GoldenSet]
-    objective: Objective
-    metrics: Sequence[Metric]
-    ties: TieRule
-    precision: Precision | None
-    batch_tokens: int | None
-    guards: Sequence[Guard]
-    journal: SelectionJournal
-    remember_bounds: bool
-    progress: Callable[[], None]
-    guarded: list[float] = field(default_factory=list)
-    _plans: dict[tuple[str, str], EvaluationPlan] = field(default_factory=dict)
-    _finished: dict[str, list[Result]] = field(default_factory=dict)
-    _orders: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    _flushed: float = 0.0
-
-    def session(self, key: str, encoder: Adapter, name: str, golden: GoldenSet) -> Any:
-        """Returns a new bounded evaluation of the weights that are in memory now."""
-        plan = self._plans.setdefault((key, name), EvaluationPlan(encoder, golden, self.batch_tokens))
-        guards = [Metric.parse(g.metric) for i, g in enumerate(self.guards) if guard_name(i) == name]
-        return plan.anytime(
-            metrics=guards or self.metrics, ties=self.ties, precision=self.precision, list_length=LIST_LENGTH
-        )
-
-    def learn(self, name: str, result: Result) -> None:
-        """Takes the ranking of a finished candidate into the order in which the others are ranked."""
-        self._finished.setdefault(name, []).append(result)
-        self._orders.pop(name, None)
-
-    def order(self, name: str, golden: GoldenSet) -> NDArray[np.int64]:
-        """Returns all document positions of a set, the hardest competitors first."""
-        if name not in self._orders:
-            first = hard_first(self._finished.get(name, []), golden)
-            self._orders[name] = np.concatenate([first, np.delete(np.arange(len(golden.doc_ids)), first)])
-        return self._orders[name]
-
-    def flush(self, *, now: bool = False) -> None:
-        """Writes the journal, not more often than every few seconds unless ``now``."""
-        if now or time.monotonic() - self._flushed > FLUSH_SECONDS:
-            self.journal.write()
-            self._flushed = time.monotonic()
 
 
 class Contestant:
@@ -111,7 +40,7 @@ class Contestant:
         order: place by rising step.
         candidate: the folder.
         ring: what all share.
-        like: the candidate in whose shape such a base is loaded.
+        likes: candidates in whose shape (pooling, length, prompts) such a base is loaded: that of the first that loads.
         is_base: whether this is the base model.
         source: path or hub id of a base model that is no folder of the run.
     """
@@ -124,10 +53,10 @@ class Contestant:
         *,
         is_base: bool = False,
         source: str | None = None,
-        like: Candidate | None = None,
+        likes: Sequence[Candidate] = (),
     ) -> None:
         self.order, self.candidate, self.ring = order, candidate, ring
-        self.is_base, self.source, self._like = is_base, source, like
+        self.is_base, self.source, self._likes = is_base, source, list(likes)
         self.error = candidate.problem or ""
         self.results: dict[str, Result] = {}
         self.entry = Entry("")
@@ -172,15 +101,28 @@ class Contestant:
         total = sum(len(g.corpus) for g in self.ring.golden.values())
         if self._has_objective:
             return sum(self._n_seen(name, golden) for name, golden in self.ring.golden.items()) / total
-        return min(1.0, self.entry.n_encoded / total)
+        return sum(self.entry.seen.get(name, 0) for name in self.ring.golden) / total
 
     def values(self) -> Values:
         """Returns what each query contributes to the bound."""
         results = {n: self.results[n] if n in self.results else self._sessions[n].result() for n in self.ring.golden}
         return objective_values(self.ring.objective, results)
 
+    @property
+    def counts(self) -> bool:
+        """Whether it is a checkpoint folder of the run, of which the best so many are kept."""
+        return self.candidate.origin == "checkpoint" and not self.is_base
+
+    @property
+    def shape(self) -> Candidate | None:
+        """The candidate in whose shape a base was loaded that is no folder of the run."""
+        return self._likes[0] if self._likes else None
+
     def open(self) -> None:
         """Ranks the relevant documents, where the journal does not know a bound."""
+        for i in range(len(self.ring.guards)):  # a kill may have come between a guard's result and the judgement
+            if self._guard_done(i):
+                self._judge(i)
         if self.failed or self._has_objective or (self.entry.bound is not None and self.ring.remember_bounds):
             return
 
@@ -203,8 +145,8 @@ class Contestant:
 
         self._guarded(all_of_it)
 
-    def measure_guards(self) -> list[float]:
-        """Returns the scores on the guards' sets, evaluated in full: the base's, with which the others are compared."""
+    def measure_guards(self) -> list[Result]:
+        """Returns the results on the guards' sets, in full: the base's, with which the others are compared."""
 
         def measure() -> None:
             for i, guard in enumerate(self.ring.guards):
@@ -214,7 +156,7 @@ class Contestant:
         self._guarded(measure)
         if self.failed:
             raise EvaluationError(f"the base model gave no score for the guards: {self.error}")
-        return [self.results[guard_name(i)][g.metric] for i, g in enumerate(self.ring.guards)]
+        return [self.results[guard_name(i)] for i in range(len(self.ring.guards))]
 
     def encoder(self) -> Adapter:
         """Returns what encodes with these weights, which are in memory from now on."""
@@ -239,10 +181,23 @@ class Contestant:
 
     def _load(self) -> tuple[str, Adapter]:
         if self.source is not None:
-            return self.ring.loader.load_base(self.source, self._like)
+            return self._load_base(self.source)
         if not self.candidate.path.is_dir():
             raise DataError(f"{self.candidate.path} has vanished")
         return self.ring.loader.load(self.candidate)
+
+    def _load_base(self, source: str) -> tuple[str, Adapter]:
+        try:
+            return self.ring.loader.load_base(source, self.shape)
+        except FullrankError as error:
+            for i, like in enumerate(self._likes[1:], 1):  # the fault may be that of the candidate, not of the base
+                try:
+                    found = self.ring.loader.load_base(source, like)
+                except FullrankError:
+                    continue
+                self._likes = self._likes[i:]
+                return found
+            raise error
 
     def _go_on(self, *, whole: bool) -> None:
         if not self.scored:
@@ -284,14 +239,14 @@ class Contestant:
         entry = self.entry
         entry.n_encoded += session.n_seen - self._seen.get(name, 0)
         entry.seconds += time.perf_counter() - start
-        self._seen[name] = session.n_seen
+        self._seen[name] = entry.seen[name] = session.n_seen
         entry.bound = self.bound if math.isfinite(self.bound) else None
         if complete:
             result = self.results[name] = session.result()
             self._means[name] = result.metrics
             del self._sessions[name]
             entry.results[name] = file = f"{quote(self.candidate.name, safe='')}.{quote(name, safe='')}.json"
-            self.ring.journal.save(file, result)
+            self.ring.journal.save(file, result, entry.fingerprint)
             if name in self.ring.golden:
                 self.ring.learn(name, result)
             if not result.eligible:
@@ -305,7 +260,7 @@ class Contestant:
         if i >= len(self.ring.guarded):
             return  # the base itself, with which the others are compared
         guard, name = self.ring.guards[i], guard_name(i)
-        value, base = self._means[name][str(guard.metric)], self.ring.guarded[i]
+        value, base = self._means[name][str(guard.metric)], self.ring.guarded[i][guard.metric]
         if fell_beyond(value - base, guard.max_drop):
             at_most = "" if name in self.results else "at most "
             self.entry.refused = (
@@ -325,13 +280,20 @@ class Contestant:
             self.ring.flush(now=True)
             logger.warning("%s failed and is not a candidate: %s", self.candidate.name, error)
 
+    def _mark(self) -> str:
+        """Returns what tells these weights, and all that shapes the model around them, from others."""
+        if self.source is None:
+            return fingerprint_of(self.candidate, self.ring.loader.base)
+        path = self.candidate.path
+        weights = fingerprint(path) if path.is_dir() else f"hub {self.source}"
+        return weights if self.shape is None else f"{weights} shaped as {shape_of(self.shape.path)}"
+
     def _remember(self) -> None:
         """Takes over what the journal knows of these weights."""
         if self.failed:
             return
         try:
-            on_hub = self.source is not None and not self.candidate.path.is_dir()
-            mark = f"hub {self.source}" if on_hub else fingerprint(self.candidate)
+            mark = self._mark()
         except OSError as error:
             self.error = str(error)
             return
@@ -341,15 +303,10 @@ class Contestant:
         if self.entry.status == "failed":  # what failed may have been the machine's fault
             self.entry = journal.entries[name] = Entry(mark, n_encoded=self.entry.n_encoded, seconds=self.entry.seconds)
         for set_name, file in dict(self.entry.results).items():
-            result = journal.result(file)
+            result = journal.result(file, mark)
             if result is None:
                 del self.entry.results[set_name]
                 continue
             self.results[set_name], self._means[set_name] = result, result.metrics
             if set_name in self.ring.golden:
                 self.ring.learn(set_name, result)
-
-
-def guard_name(i: int) -> str:
-    """Returns the name under which the results of a guard are kept."""
-    return f"guard {i + 1}"

@@ -28,7 +28,8 @@ class Check:
         metric: the metric.
         before, after: means of the baseline and of the result.
         comparison: the paired comparison.
-        adjusted_p: its p-value after Holm's correction over the metrics of the gate.
+        adjusted_p: its p-value after Holm's correction over the metrics of the gate; for information, it decides
+            nothing.
         failed: whether the metric fails the gate.
         reason: why, or why not.
     """
@@ -74,9 +75,9 @@ def gate(
     """Returns whether ``candidate`` may take the place of ``baseline``.
 
     A metric fails where delta < -max_drop and interval.high < 0: the mean of the paired differences fell by more than
-    the margin, and their interval lies wholly below 0, so that "no fall" is excluded. Where several metrics are
-    checked, its p-value after Holm's correction must be below 1 - level as well. Where every query changed by the same
-    amount there is no interval, and the p-value alone decides.
+    the margin, and their interval lies wholly below 0, so that "no fall" is excluded. Each metric by itself: metrics
+    of one ranking fall together, and a correction for their number would let certain falls pass. Where every query
+    changed by the same amount there is no interval, and the p-value decides.
 
     Args:
         baseline, candidate: results on the same data by the same rules.
@@ -105,7 +106,7 @@ def gate(
             "one result is of a run, whose lists end somewhere, and the other of a full ranking: gate like with like"
         )
     found = changes(baseline, candidate, metrics=names, level=level, seed=seed)
-    return Gate(max_drop, level, tuple(_check(name, change, max_drop, len(names)) for name, change in found.items()))
+    return Gate(max_drop, level, tuple(_check(name, change, max_drop) for name, change in found.items()))
 
 
 def fell_beyond(delta: float, max_drop: float) -> bool:
@@ -137,12 +138,12 @@ def _refuse_unfit(which: str, result: Result, names: Sequence[str]) -> None:
         )
 
 
-def _check(name: str, change: Change, max_drop: float, n_metrics: int) -> Check:
-    failed, reason = _decision(change, max_drop, n_metrics)
+def _check(name: str, change: Change, max_drop: float) -> Check:
+    failed, reason = _decision(change, max_drop)
     return Check(name, change.before, change.after, change.comparison, change.adjusted_p, failed, reason)
 
 
-def _decision(change: Change, max_drop: float, n_metrics: int) -> tuple[bool, str]:
+def _decision(change: Change, max_drop: float) -> tuple[bool, str]:
     """Returns whether the metric fails, and the sentence that says why or why not."""
     found = change.comparison
     if found.delta >= 0:
@@ -155,8 +156,7 @@ def _decision(change: Change, max_drop: float, n_metrics: int) -> tuple[bool, st
     alike = found.interval.method == "degenerate"
     if not (high < 0 or alike):
         return False, f"{fell}, but {interval} does not exclude no fall"
-    p = change.adjusted_p
-    if (n_metrics > 1 or alike) and not p < 1 - found.interval.level:
-        corrected = f" after Holm's correction over {n_metrics} metrics" if n_metrics > 1 else ""
-        return False, f"{fell}, but p = {p:.4f}{corrected} does not exclude no fall"
+    p = found.p_value
+    if alike and not p < 1 - found.interval.level:
+        return False, f"{fell}, but p = {p:.4f} does not exclude no fall"
     return True, f"{fell}; {f'p = {p:.4f}' if alike else interval} excludes no fall"

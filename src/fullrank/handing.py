@@ -3,29 +3,41 @@
 Promise: the folder loads by itself, without the state of the training; a copy that fails leaves nothing behind.
 """
 
+import json
 import shutil
 from pathlib import Path
 
-from fullrank._errors import DataError
+import torch
+from torch import Tensor
+
+from fullrank._errors import DataError, EvaluationError
 from fullrank.averaging import copy_model
-from fullrank.candidates import Loader, save_loaded
+from fullrank.candidates import Loader, backbone_folder, save_loaded
 from fullrank.card import card_section, with_section
 from fullrank.discover import inspect_folder
-from fullrank.encode import Adapter
-from fullrank.selection import BASE, SOUP, Selection
+from fullrank.encode import as_encoder
+from fullrank.modelfiles import ADAPTER_CONFIG
+from fullrank.models import load_sentence_transformer
+from fullrank.selection import BASE, SOUP, Row, Selection
 from fullrank.weights import EXTRA
 
 __all__ = ["hand_over"]
+
+PROBE = ["how are files opened", "a", "weights of a model, written and read back"]
+PROBE_TOLERANCE = 1e-4
+"""Merging an adapter rounds anew."""
 
 
 def hand_over(selection: Selection, target: str | Path, *, base: str | None = None) -> Path:
     """Writes the chosen model to the new or empty folder ``target``, and returns its path.
 
-    A SentenceTransformer's folder is copied. What lacks such files, and an adapter beside which more was trained (which
-    only fullrank reads), is loaded and written whole.
+    A SentenceTransformer's folder is copied; a copied adapter names the base that it was scored on. What lacks such
+    files, an adapter beside which more was trained (which only fullrank reads), and a base that was scored in the shape
+    of a checkpoint, is loaded and written whole. What was written is loaded and must embed as what was chosen.
 
     Raises:
-        DataError: nothing was chosen, or its folder has vanished.
+        DataError: nothing was chosen, its folder has vanished, or what was written does not load.
+        EvaluationError: what was written embeds otherwise than what was chosen.
         OSError: it cannot be written.
     """
     winner, folder = selection.winner, Path(target).expanduser()
@@ -33,23 +45,58 @@ def hand_over(selection: Selection, target: str | Path, *, base: str | None = No
         raise DataError("nothing was chosen, so there is nothing to write")
     if folder.is_dir():
         folder.rmdir()  # empty: the caller has made sure, and this raises otherwise
-    source = Path(winner.path).expanduser()
-    found = inspect_folder(source, winner.name, step=winner.step) if source.is_dir() else None
     folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        expected = _written(selection, winner, folder, base)
+        _refuse_other(expected, folder)
+        card = folder / "README.md"
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+        card.write_text(with_section(text, _section(selection)), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _written(selection: Selection, winner: Row, folder: Path, base: str | None) -> Tensor:
+    """Writes the model, and returns how the chosen one embeds the probe texts."""
+    source = Path(winner.path).expanduser()
+    if winner.name == BASE:
+        shape = selection.base_shape
+        like = None if shape is None else inspect_folder(Path(shape), Path(shape).name)
+        encoder = Loader(base).load_base(winner.path, like)[1]
+        expected = encoder.encode_queries(PROBE)
+        save_loaded(encoder, folder, adapters=False)
+        return expected
+    found = inspect_folder(source, winner.name, step=winner.step) if source.is_dir() else None
     if found is None or found.problem:
-        if winner.name != BASE:
-            raise DataError(
-                f"{source} cannot be read any more: {'it has vanished' if found is None else found.problem}"
-            )
-        _write(Loader().load_base(winner.path, None)[1], folder)
-    elif found.bare or (found.kind == "adapter" and (source / EXTRA).is_file()):
-        _write(Loader(base).load(found)[1], folder)
+        raise DataError(f"{source} cannot be read any more: {'it has vanished' if found is None else found.problem}")
+    encoder = Loader(base).load(found)[1]
+    expected = encoder.encode_queries(PROBE)
+    if found.bare or (found.kind == "adapter" and (source / EXTRA).is_file()):
+        save_loaded(encoder, folder)
     else:
         copy_model(source, folder)
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    card.write_text(with_section(text, _section(selection)), encoding="utf-8")
-    return folder
+        if found.kind == "adapter":
+            _name_base(folder / ADAPTER_CONFIG, base or found.base)
+    return expected
+
+
+def _name_base(config: Path, base: str | None) -> None:
+    """Writes the base that an adapter was scored on into its configuration."""
+    if base is None or not config.is_file():
+        return
+    local = Path(base).expanduser()
+    body = json.loads(config.read_text(encoding="utf-8"))
+    body["base_model_name_or_path"] = str(backbone_folder(local)) if local.is_dir() else base
+    config.write_text(json.dumps(body, indent=2), encoding="utf-8")
+
+
+def _refuse_other(expected: Tensor, folder: Path) -> None:
+    model = load_sentence_transformer(str(folder)).float().eval()
+    found = as_encoder(model).encode_queries(PROBE)
+    if expected.shape != found.shape or not torch.allclose(expected.cpu(), found.cpu(), atol=PROBE_TOLERANCE):
+        raise EvaluationError(f"{folder} embeds otherwise than what was chosen; it was not kept")
 
 
 def _section(selection: Selection) -> str:
@@ -75,11 +122,3 @@ def _section(selection: Selection) -> str:
         "had the highest" if selection.rule == "max" else "is the earliest within one standard error of the highest"
     )
     return section.replace(f"Step {step} had the highest", f"{what} {highest}", 1)
-
-
-def _write(encoder: Adapter, folder: Path) -> None:
-    try:
-        save_loaded(encoder, folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise

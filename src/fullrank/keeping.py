@@ -1,20 +1,23 @@
 """Which checkpoints of a run may go: a pure decision, and the one place that carries it out.
 
-Promise: nothing outside the run's folder is deleted, and never the newest, the best, the one that the trainer holds for
-best or would resume from, an unscored one, or one that has changed since it was scored.
+Promise: nothing outside the run's folder is deleted, and never the newest, the best eligible one, the one that the
+trainer holds for best or would resume from, the base of another model, the target of a link, an unscored one, or one
+that has changed since it was scored.
 """
 
 import logging
+import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fullrank._errors import DataError, SettingError
-from fullrank.discover import STATE, Candidate, checkpoint_folders, fingerprint, state_of
+from fullrank.discover import checkpoint_folders, discover, fingerprint_of, inspect_folder
+from fullrank.modelfiles import STATE, state_of
 from fullrank.selection import Selection
 
-__all__ = ["Keepsake", "decide", "delete", "keepsakes"]
+__all__ = ["Keepsake", "decide", "delete", "keepsakes", "refuse_counts"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +28,15 @@ class Keepsake:
 
     Attributes:
         name, step: of the folder.
-        rank: place on the leaderboard from 0; None where it has no score and no bound that proves one.
+        rank: place among the eligible checkpoints from 0; None where it has none.
+        refused: it was scored and a guard refused it: it is none of the best.
         protected: why it stays whatever its rank, or "".
     """
 
     name: str
     step: int
     rank: int | None
+    refused: bool = False
     protected: str = ""
 
 
@@ -45,79 +50,127 @@ def decide(items: Iterable[Keepsake], *, keep_best: int, keep_last: int) -> dict
     Raises:
         SettingError: counts below 1: the best and the newest always stay.
     """
-    for name, count in (("keep_best", keep_best), ("keep_last", keep_last)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise SettingError(f"{name}={count!r} must be at least 1: the best and the newest are never deleted")
+    refuse_counts(keep_best, keep_last)
     listed = sorted(items, key=lambda item: item.step)
     newest = {item.name for item in listed[-keep_last:]}
+    has_best = any(item.rank is not None for item in listed)
     why: dict[str, str] = {}
     for item in listed:
         if item.protected:
             why[item.name] = item.protected
-        elif item.rank is None:
-            why[item.name] = "not scored"
-        elif item.rank < keep_best:
+        elif item.rank is None and not (item.refused and has_best):
+            why[item.name] = "no checkpoint is eligible" if item.refused else "not scored"
+        elif item.rank is not None and item.rank < keep_best:
             why[item.name] = f"among the {keep_best} best"
         else:
             why[item.name] = f"among the {keep_last} newest" if item.name in newest else ""
     return why
 
 
-def keepsakes(run_dir: str | Path, selection: Selection) -> list[Keepsake]:
-    """Returns the ``checkpoint-N`` folders of a run, joined with the leaderboard by step.
+def refuse_counts(keep_best: int | None, keep_last: int | None) -> None:
+    """Raises `SettingError` for counts below 1; None is not asked for."""
+    for name, count in (("keep_best", keep_best), ("keep_last", keep_last)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise SettingError(f"{name}={count!r} must be at least 1: the best and the newest are never deleted")
+
+
+def keepsakes(run_dir: str | Path, selection: Selection, *, base: str | None = None) -> list[Keepsake]:
+    """Returns the ``checkpoint-N`` folders of a run, joined with the leaderboard by folder.
 
     Folders that are links are left out, as are fullrank's own store and plain model folders: neither is ours to delete.
+
+    Args:
+        run_dir: the run's folder.
+        selection: what was said of it.
+        base: the base model that was given for it.
     """
     root = Path(run_dir).expanduser()
-    # A candidate that a guard refused has its place by score, and may go; one that failed has none.
-    steps = [row.step for row in selection.rows if row.status != "failed" and row.step is not None]
-    rank = {step: place for place, step in enumerate(dict.fromkeys(steps))}
-    folders = checkpoint_folders(root)
-    held = _held_by_trainer([path for _, path in folders])
-    known = {row.name for row in selection.rows if row.status != "failed"}
-    chosen = None if selection.winner is None else selection.winner.step
-    found = []
-    for step, path in folders:
-        if path.is_symlink():
-            continue
-        protected = "chosen" if step == chosen else held.get(path.name, "")
-        twin = step in rank and path.name not in known  # its step was scored from the store
-        found.append(Keepsake(path.name, step, rank.get(step), protected or ("not scored itself" if twin else "")))
-    return found
+    folders = [(step, path) for step, path in checkpoint_folders(root) if not path.is_symlink()]
+    names = {path.name for _, path in folders} - ({selection.base.name} if selection.base is not None else set())
+    scored = {row.name: row for row in selection.rows if row.status != "failed" and row.name in names}
+    rank = {name: place for place, name in enumerate(name for name, row in scored.items() if row.eligible)}
+    held = _held_by_trainer([path for _, path in folders]) | _needed(root, selection, base)
+    if selection.winner is not None:
+        held[selection.winner.name] = "chosen"
+    return [
+        Keepsake(
+            path.name, step, rank.get(path.name), path.name in scored and path.name not in rank, held.get(path.name, "")
+        )
+        for step, path in folders
+    ]
+
+
+def _needed(root: Path, selection: Selection, base: str | None) -> dict[str, str]:
+    """Returns the folders right below ``root`` that something else needs, and why."""
+    bases = {candidate.base for candidate in discover(root) if candidate.base} | {base}
+    bases |= set() if selection.base is None else {selection.base.path}
+    needed = {_below(root, Path(source).expanduser()): "a base model" for source in bases if source}
+    needed |= {_below(root, link): f"the target of the link {link.relative_to(root)}" for link in _links(root)}
+    return {name: why for name, why in needed.items() if name}
+
+
+def _links(root: Path) -> Iterator[Path]:
+    for above, folders, files in os.walk(root):
+        yield from (path for name in (*folders, *files) if (path := Path(above) / name).is_symlink())
+
+
+def _below(root: Path, path: Path) -> str:
+    """Returns the name of the folder right below ``root`` in which a path ends, or ""."""
+    try:
+        return path.resolve().relative_to(root.resolve()).parts[0]
+    except (ValueError, IndexError, OSError, RuntimeError):
+        return ""
 
 
 def _held_by_trainer(folders: Sequence[Path]) -> dict[str, str]:
     """Returns the folders that the trainer would go back to, and why."""
-    states = [(path, state_of(path)) for path in folders if (path / STATE).is_file()]
-    if not states:
-        return {}
-    newest, state = max(states, key=lambda entry: int(entry[1].get("global_step") or 0))
-    held = {newest.name: "the newest to resume from"}
-    best = state.get("best_model_checkpoint")
-    if isinstance(best, str) and best:
-        held.setdefault(Path(best).name, "best_model_checkpoint of the trainer")
+    held, states = {}, []
+    for path in folders:
+        if not (path / STATE).is_file():
+            continue
+        try:
+            state = state_of(path)
+            states.append((int(state.get("global_step") or 0), path.name, state.get("best_model_checkpoint")))
+        except (DataError, OSError, TypeError, ValueError):
+            held[path.name] = f"its {STATE} cannot be read"
+    if states:
+        _, newest, best = max(states, key=lambda entry: entry[0])
+        if isinstance(best, str) and best:
+            held.setdefault(Path(best).name, "best_model_checkpoint of the trainer")
+        held[newest] = "the newest to resume from"
     return held
 
 
-def delete(run_dir: str | Path, names: Sequence[str], selection: Selection) -> list[Path]:
+def delete(run_dir: str | Path, names: Sequence[str], selection: Selection, *, base: str | None = None) -> list[Path]:
     """Deletes checkpoint folders of a run, and returns the paths that are gone. The only place that deletes.
 
+    What cannot be deleted (no permission) is an error line and stays, as far as it does.
+
     Raises:
-        DataError: a name that is no plain folder right below ``run_dir``, or whose weights have changed since they were
-            scored; nothing is deleted then.
+        DataError: a name that is no plain folder right below ``run_dir``, that something else needs, or whose weights
+            have changed since they were scored; nothing is deleted then.
     """
     root = Path(run_dir).expanduser().resolve()
     scored = {row.name: row.fingerprint for row in selection.rows}
+    needed = _needed(root, selection, base)
     paths = []
     for name in names:
         path = root / name
         if Path(name).name != name or path.is_symlink() or not path.is_dir() or path.resolve().parent != root:
             raise DataError(f"{path} is no folder right below {root}; nothing was deleted")
-        now = fingerprint(Candidate(name, path, None, "model", True, "folder"))
-        if scored.get(name) != now:
+        if name in needed:
+            raise DataError(f"{path} is {needed[name]}; nothing was deleted")
+        found = inspect_folder(path, name)
+        if found is None or scored.get(name) != fingerprint_of(found, base):
             raise DataError(f"{path} has changed since it was scored; nothing was deleted. Run the selection again")
         paths.append(path)
+    gone = []
     for path in paths:
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            logger.error("%s could not be deleted: %s", path, error)
+            continue
         logger.info("deleted %s", path)
-    return paths
+        gone.append(path)
+    return gone

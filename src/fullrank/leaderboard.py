@@ -4,44 +4,65 @@ Promise: text is a pure function of a selection; a bound is called a bound, and 
 """
 
 from rich.markup import escape
-from rich.table import Table
 
 from fullrank.checkpoints import Evaluation
-from fullrank.report import render
+from fullrank.report import render, slim_table
 from fullrank.selection import Row, Selection
 
-__all__ = ["choice_text", "leaderboard_table", "watch_line"]
+__all__ = ["choice_text", "leaderboard_table", "nothing_evaluated", "watch_line"]
 
 
 def leaderboard_table(selection: Selection, *, title: str | None = None) -> str:
-    """Returns the leaderboard: step, score with interval, delta to base, speed, share of the corpus seen, remarks."""
-    table = Table(title=title, title_justify="left")
-    for name in ("step", "candidate", selection.objective, "95 % interval", "delta (points)", "docs/s", "seen", ""):
+    """Returns the leaderboard: step, score with interval, delta to base, speed, share of the corpus seen, remarks.
+
+    Below it, why candidates failed or were not finished, a common cause once.
+    """
+    table = slim_table(title)
+    table.padding = (0, 0)  # with it 80 columns are enough
+    for name in ("step", "candidate", selection.objective, "95 % interval", "points", "docs/s", "seen", ""):
         words = name in ("candidate", "")
         table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for row in selection.rows:
         table.add_row(*_cells(row, selection))
-    return render(table)
+    return "\n".join([render(table), *_causes(selection)])
 
 
 def _cells(row: Row, selection: Selection) -> list[str]:
     interval = "" if row.interval is None else f"{row.interval.low:.4f} to {row.interval.high:.4f}"
-    value = "failed" if row.status == "failed" else "" if row.bound is None else f"{row.bound:.4f}"
-    remarks = [
-        "* chosen" if selection.winner is not None and row.name == selection.winner.name else "",
-        "tied with the best" if row.tied and selection.winner is not None and row.name != selection.winner.name else "",
-        ("not eligible: " if row.status != "failed" and not row.eligible else "") + row.why,
-    ]
+    value = "" if row.bound is None else f"{row.bound:.4f}"
     return [
         "-" if row.step is None else str(row.step),
-        escape(row.name),
+        escape(row.name).replace("/", "/\n"),  # may wrap there
         f"<= {value}" if row.status == "pruned" and value else value,
         interval,
         _delta(row, selection),
         "" if row.documents_per_second is None else f"{row.documents_per_second:,.0f}",
         f"{row.coverage:.0%}",
-        escape("; ".join(filter(None, remarks))),
+        _remark(row, selection),
     ]
+
+
+def _remark(row: Row, selection: Selection) -> str:
+    if row.status == "failed":
+        return "failed"
+    if selection.winner is not None and row.name == selection.winner.name:
+        return "* chosen"
+    if not row.eligible:
+        return "not eligible"
+    return "tied" if row.tied else "pruned" if row.status == "pruned" else ""
+
+
+def _causes(selection: Selection) -> list[str]:
+    """Returns a line for each cause, with the candidates that it concerns."""
+    named: dict[str, list[str]] = {}
+    for row in selection.rows:
+        if row.why:
+            kind = "failed: " if row.status == "failed" else "" if row.eligible else "not eligible: "
+            named.setdefault(kind + row.why.replace(row.path, "the folder"), []).append(row.name)
+    lines = [f"{', '.join(names)}: {cause}" for cause, names in named.items()]
+    if any(row.tied for row in selection.rows):
+        lines.append("tied: not to be told apart from the best")
+    return lines
 
 
 def _delta(row: Row, selection: Selection) -> str:
@@ -51,19 +72,25 @@ def _delta(row: Row, selection: Selection) -> str:
     return f"{at_least}{100 * row.delta:+.2f}"
 
 
+def nothing_evaluated(selection: Selection) -> str:
+    """Returns why nothing could be evaluated: each cause once."""
+    return "no candidate could be evaluated. " + "; ".join(_causes(selection))
+
+
 def choice_text(selection: Selection) -> str:
     """Returns the lines that a selection ends with: what was chosen, how sure that is, what it cost."""
     winner, lines = selection.winner, []
     if winner is None:
-        return "Nothing was chosen: no candidate could be evaluated and was eligible."
+        failed = all(row.status == "failed" for row in selection.rows)
+        why = "no candidate could be evaluated" if failed else "no candidate that could be evaluated was eligible"
+        return f"Nothing was chosen: {why}."
     where = winner.name if winner.step is None else f"step {winner.step} ({winner.name})"
     if selection.improved:
         lines.append(f"Chosen: {where} by {selection.objective}{_rule(selection)}{_against_base(selection)}.")
     else:
-        lines.append(
-            f"Nothing beat the base model by {selection.objective}. Try a lower learning rate, more or cleaner pairs, "
-            "or harder negatives."
-        )
+        lines.append(_base_stays(winner, selection))
+    if selection.passed_over:
+        lines.append(selection.passed_over)
     if selection.confirmed is not None and selection.headline is not None and selection.headline_interval is not None:
         low, high = selection.headline_interval
         lines.append(
@@ -78,10 +105,36 @@ def choice_text(selection: Selection) -> str:
             else "All others can be told apart from the best on these queries (Holm, 95 %)."
         )
     n_candidates = sum(row.status != "failed" for row in selection.rows)
+    spent = selection.documents_spent
+    beside = f" ({spent:,} in all passes)" if spent > selection.documents_encoded else ""
     lines.append(
-        f"{selection.documents_encoded:,} documents encoded, {selection.share:.0%} of {n_candidates} full evaluations."
+        f"{selection.documents_encoded:,} documents encoded{beside}, {selection.share:.0%} of {n_candidates} full "
+        "evaluations."
     )
     return "\n".join(lines)
+
+
+def _base_stays(winner: Row, selection: Selection) -> str:
+    """Returns the sentence of a selection that chose nothing better than the base."""
+    others = [row for row in selection.rows if row.name != winner.name]
+    scored = [row for row in others if row.status != "failed"]
+    if not scored:
+        return "Nothing to compare with the base model: " + (
+            "there is no other candidate." if not others else "all other candidates failed."
+        )
+    higher = [row for row in scored if row.eligible and row.score is not None and row.score > (winner.score or 0.0)]
+    if higher:  # by the rule `one-se`
+        best = max(higher, key=lambda row: row.score or 0.0)
+        return (
+            f"The base model stays: {best.name} scored higher, {selection.objective} {best.score:.4f} against "
+            f"{winner.score:.4f}, but the base lies within one standard error of it."
+        )
+    if selection.passed_over:
+        return f"Nothing eligible beat the base model by {selection.objective}."
+    return (
+        f"Nothing beat the base model by {selection.objective}. Try a lower learning rate, more or cleaner pairs, or "
+        "harder negatives."
+    )
 
 
 def _rule(selection: Selection) -> str:
@@ -101,6 +154,8 @@ def _against_base(selection: Selection) -> str:
             f": {found.metric} {100 * found.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}], "
             f"p = {found.p_value:.4f} over {found.n} queries: {sure}"
         )
+    if selection.base is not None and selection.base.status == "failed":
+        return "; not compared with the base model, which could not be evaluated"
     if selection.base is None:
         return "; no base model is known to compare with (pass --base)"
     if selection.winner is not None and selection.winner.delta is not None:

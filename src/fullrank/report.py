@@ -29,6 +29,7 @@ __all__ = [
     "literal",
     "result_table",
     "say",
+    "slim_table",
     "tensorboard_layout",
     "tensorboard_scalars",
     "verdict",
@@ -114,7 +115,7 @@ def result_table(result: Result, *, title: str | None = None, level: float = 0.9
         n = result.counts
         part = f"upper bounds: {n['n_ranked']:,} of {n['n_documents']:,} documents were ranked"
         title = part if title is None else f"{title}; {part}"
-    table = _table(title)
+    table = slim_table(title)
     for name in ("metric", "value", f"{level:.0%} interval"):
         table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
     for name, value in result.metrics.items():
@@ -127,7 +128,7 @@ def result_table(result: Result, *, title: str | None = None, level: float = 0.9
 
 def comparison_table(base: Result, best: Result, *, metrics: Sequence[str] = SHOWN, title: str | None = None) -> str:
     """Returns the table base against best: values, delta in points with its interval, wins and losses."""
-    table = _table(title)
+    table = slim_table(title)
     for name in ("metric", "base", "best", "points", "95 % interval", "p", "won / lost"):
         table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
     for name in metrics:
@@ -147,7 +148,8 @@ def comparison_table(base: Result, best: Result, *, metrics: Sequence[str] = SHO
     return render(table)
 
 
-def _table(title: str | None) -> Table:
+def slim_table(title: str | None) -> Table:
+    """Returns an empty table without edges."""
     # Without edges a comparison fits into 80 columns.
     return Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
 

@@ -229,6 +229,8 @@ class Result:
             raise DataError(f"{source} has the schema version {schema!r}; this fullrank reads version {SCHEMA}")
         if missing := [item.name for item in fields(cls) if item.name not in body]:
             raise DataError(f"{source} is not a whole result file: {first_few(missing)} missing")
+        if fault := _faulty_value(body):
+            raise DataError(f"{source} is not a whole result file: {fault}")
         try:
             body["per_query"] = {k: np.asarray(v, dtype=np.float64) for k, v in body["per_query"].items()}
             body["query_ids"] = tuple(body["query_ids"])
@@ -268,6 +270,24 @@ class Result:
 
     def _relevant(self, grade: float) -> bool:
         return grade > 0 and grade >= self.relevant_from
+
+
+def _faulty_value(body: Mapping[str, Any]) -> str | None:
+    """Returns which value of a metric is no finite number, or None; other shapes are left to the reader."""
+    metrics, per_query, ids = body["metrics"], body["per_query"], body["query_ids"]
+    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+        if not _finite_number(value):
+            return f"metric {name!r} is {value!r} and no finite number"
+    for name, values in per_query.items() if isinstance(per_query, dict) else ():
+        for i, value in enumerate(values if isinstance(values, list) else ()):
+            if not _finite_number(value):
+                query = ids[i] if isinstance(ids, list) and i < len(ids) else f"number {i}"
+                return f"metric {name!r} of query {query!r} is {value!r} and no finite number"
+    return None
+
+
+def _finite_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def summarise(

@@ -5,7 +5,6 @@ goes on where it was.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +13,28 @@ from typing import Any, get_args
 from fullrank._errors import DataError, SettingError, first_few
 from fullrank.averaging import write_soup
 from fullrank.candidates import Loader
-from fullrank.comparison import Comparison, compare
-from fullrank.contest import Contestant, Ring
+from fullrank.contest import Contestant
 from fullrank.data import GoldenSet
 from fullrank.discover import Candidate, discover, inspect_folder, refuse_mixed
 from fullrank.encode import Precision
-from fullrank.evaluate import evaluate
 from fullrank.guards import Guard
 from fullrank.metrics import Metric, TieRule
+from fullrank.modelfiles import fingerprint
 from fullrank.objective import Objective, metrics_needed, named_sets
-from fullrank.result import Result
-from fullrank.selecting import TOLERANCE, Rule, in_question, objective_values, race, ruled, tied_with
-from fullrank.selection import BASE, SOUP, Row, Selection, SelectionJournal
+from fullrank.ring import Ring
+from fullrank.selecting import Rule, in_question, race
+from fullrank.selection import BASE, SOUP, Selection, SelectionJournal
 from fullrank.settings import DEFAULT_METRICS, refuse_no_count, refuse_unknown
-from fullrank.stats import Interval, mean_interval
+from fullrank.standings import standings, tied_group
+from fullrank.watching import held_lock
 
 __all__ = ["JOURNAL", "select_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
 JOURNAL = "selection.json"
+LIKES = 3
+"""Candidates in whose shape the base is tried, where the first does not load."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -49,7 +50,7 @@ def select_checkpoint(
     exhaustive: bool = False,
     tied: bool = False,
     soup: bool = False,
-    keep_best: int = 1,
+    keep_best: int | None = None,
     metrics: Sequence[str | Metric] = DEFAULT_METRICS,
     ties: TieRule = "expected",
     precision: Precision | None = None,
@@ -75,20 +76,21 @@ def select_checkpoint(
         exhaustive: evaluate every candidate in full.
         tied: find as well which candidates cannot be told apart from the best.
         soup: add the uniform mean of those as one more candidate.
-        keep_best: how many of the best have to be known in their order.
+        keep_best: how many of the best checkpoints (``checkpoint-N``, eligible) have to be known in their order.
         metrics, ties, batch_tokens: see `evaluate`.
         precision: of encoding; None is fp32.
         journal: where the selection is noted; default ``RUN_DIR/selection.json``.
         progress: called with (phase, done, all).
 
     Raises:
-        DataError: nothing to choose from, or confirming queries that took part in the choice.
-        SettingError: an option that cannot work.
+        DataError: nothing to choose from, confirming queries that took part in the choice, or a ``base`` that cannot
+            be evaluated.
+        SettingError: an option that cannot work, or another selection that uses the same journal now.
     """
     refuse_unknown("rule", rule, get_args(Rule))
     refuse_unknown("ties", ties, get_args(TieRule))
     refuse_unknown("precision", precision, (None, *get_args(Precision)))
-    refuse_no_count("keep_best", keep_best or 0, "a whole number from 1")
+    refuse_no_count("keep_best", keep_best, "a whole number from 1")
     sets = named_sets(golden)
     objective = Objective.parse(metric, list(sets))
     used = {name: sets[name] for name in dict.fromkeys(name for name, _, _ in objective.terms)}
@@ -96,53 +98,67 @@ def select_checkpoint(
         _refuse_overlap(confirm, used)
     folder = Path(run_dir).expanduser()
     found = refuse_mixed(discover(folder))
+    if guards and _start(found) is None and _source(found, base) is None:
+        raise SettingError("guards compare with the base model, and none is known; pass base=... (--base MODEL)")
     wanted = metrics_needed(metrics, objective)
     where = Path(journal) if journal is not None else folder / JOURNAL
-    ring = Ring(
-        loader=Loader(base),
-        golden=used,
-        objective=objective,
-        metrics=wanted,
-        ties=ties,
-        precision=precision or "fp32",
-        batch_tokens=batch_tokens,
-        guards=guards,
-        journal=SelectionJournal(
-            where, _settings(used, objective, wanted, ties, precision or "fp32", guards, base=base)
-        ),
-        remember_bounds=rule == "max" and not tied and not soup,
-        progress=lambda: None,
-    )
-    contestants = _contestants(found, ring, base)
-    _report_progress(ring, contestants, progress)
-    known_base = next((c for c in contestants if c.is_base), None)
-    if guards:
-        if known_base is None:
-            raise SettingError("guards compare with the base model, and none is known; pass base=... (--base MODEL)")
-        ring.guarded = known_base.measure_guards()
-    question = in_question(rule, ties=tied or soup, keep=keep_best, contenders=contestants)
-    try:
-        best = race(contestants, question, exhaustive=exhaustive)
-        if best is not None and soup:
-            cooked = _cook(_tied_group(best, contestants), where, ring, len(contestants))
-            if cooked is not None:
-                contestants.append(cooked)
-                best = race(contestants, question, exhaustive=exhaustive)
-    finally:
-        ring.flush(now=True)  # also where it is interrupted
-    return _selection(ring, contestants, best, rule, confirm=confirm, tied=tied or soup, base=known_base)
+    taken = f"{where} is being written"
+    with held_lock(where.with_suffix(".lock"), taken, needed=False):
+        ring = Ring(
+            loader=Loader(base),
+            golden=used,
+            objective=objective,
+            metrics=wanted,
+            ties=ties,
+            precision=precision or "fp32",
+            batch_tokens=batch_tokens,
+            guards=guards,
+            journal=SelectionJournal(
+                where, _settings(used, objective, wanted, ties, precision or "fp32", guards, found, base=base)
+            ),
+            remember_bounds=rule == "max" and not tied and not soup,
+            progress=lambda: None,
+        )
+        contestants = _contestants(found, ring, base)
+        _report_progress(ring, contestants, progress)
+        known_base = next((c for c in contestants if c.is_base), None)
+        try:
+            if base is not None and known_base is not None:
+                known_base.open()
+                if known_base.failed:
+                    raise DataError(f"the base model {base!r} cannot be evaluated: {known_base.error}")
+            if guards and known_base is not None:
+                ring.guarded = known_base.measure_guards()
+            question = in_question(rule, ties=tied or soup, keep=keep_best or 0, contenders=contestants)
+            best = race(contestants, question, first=known_base, exhaustive=exhaustive)
+            if best is not None and soup:
+                cooked = _cook(tied_group(best, contestants), where, ring, len(contestants))
+                if cooked is not None:
+                    contestants.append(cooked)
+                    best = race(contestants, question, exhaustive=exhaustive)
+        finally:
+            ring.flush(now=True)  # also where it is interrupted
+        return standings(ring, contestants, best, rule, confirm=confirm, tied=tied or soup, base=known_base)
+
+
+def _start(found: Sequence[Candidate]) -> Candidate | None:
+    """Returns the base model where it is a folder of the run: step 0."""
+    return next((c for c in found if c.step == 0 and not c.problem), None)
+
+
+def _source(found: Sequence[Candidate], base: str | None) -> str | None:
+    """Returns path or hub id of the base model: the one given, else the first that an adapter names."""
+    return base or next((c.base for c in found if c.base and not c.problem), None)
 
 
 def _contestants(found: Sequence[Candidate], ring: Ring, base: str | None) -> list[Contestant]:
     """Returns the base model, where one is known, and the candidates by rising step."""
     contestants: list[Contestant] = []
-    start = next((c for c in found if c.step == 0 and not c.problem), None)
-    usable = [c for c in found if not c.problem]
-    source = base or next((c.base for c in usable if c.base), None)
+    start, source = _start(found), _source(found, base)
     if start is None and source is not None:
-        like = next((c for c in usable if c.kind == "adapter"), next(iter(usable), None))
+        likes = sorted((c for c in found if not c.problem), key=lambda c: c.kind != "adapter")[:LIKES]
         model = Candidate(BASE, Path(source).expanduser(), 0, "model", False, "folder")
-        contestants.append(Contestant(0, model, ring, is_base=True, source=source, like=like))
+        contestants.append(Contestant(0, model, ring, is_base=True, source=source, likes=likes))
     for candidate in found:
         contestants.append(Contestant(len(contestants), candidate, ring, is_base=candidate is start))
     return contestants
@@ -165,10 +181,16 @@ def _settings(
     metrics: Iterable[Metric],
     ties: TieRule,
     precision: Precision,
-    guards: Iterable[Guard],
+    guards: Sequence[Guard],
+    found: Sequence[Candidate],
     *,
     base: str | None,
 ) -> dict[str, Any]:
+    source = _source(found, base)
+    start = _start(found)
+    folder = start.path if start is not None else Path(source).expanduser() if source is not None else None
+    # The floors of guards are the base's scores.
+    floor = fingerprint(folder) if guards and folder is not None and folder.is_dir() else source
     return {
         "data": {name: golden.fingerprint() for name, golden in sets.items()},
         "objective": [[name, str(metric), weight] for name, metric, weight in objective.terms],
@@ -177,6 +199,7 @@ def _settings(
         "precision": precision,
         "base": base,
         "guards": [[guard.golden.fingerprint(), str(guard.metric), guard.max_drop] for guard in guards],
+        "floor": floor if guards else None,
     }
 
 
@@ -190,11 +213,6 @@ def _refuse_overlap(confirm: GoldenSet, used: Mapping[str, GoldenSet]) -> None:
                 f"{len(same)} queries of the confirming set are among those of {name!r} that choose: "
                 f"{first_few(same)}. Confirm with queries that took no part in the choice"
             )
-
-
-def _tied_group(best: Contestant, contestants: Sequence[Contestant]) -> list[Contestant]:
-    group = tied_with(best, contestants)
-    return [best, *(c for c in contestants if c.order in group)]
 
 
 def _cook(group: Sequence[Contestant], journal: Path, ring: Ring, order: int) -> Contestant | None:
@@ -215,137 +233,3 @@ def _cook(group: Sequence[Contestant], journal: Path, ring: Ring, order: int) ->
     names = ", ".join(c.candidate.name for c in members)
     logger.info("soup: the mean of %s", names)
     return Contestant(order, replace(candidate, step=None), ring)
-
-
-def _selection(
-    ring: Ring,
-    contestants: Sequence[Contestant],
-    best: Contestant | None,
-    rule: Rule,
-    *,
-    confirm: GoldenSet | None,
-    tied: bool,
-    base: Contestant | None,
-) -> Selection:
-    winner = None if best is None else ruled(rule, best, contestants)
-    group = _tied_group(best, contestants) if best is not None and tied else []
-    rows = {c.order: _row(c, ring, base, best, is_tied=c in group) for c in contestants}
-    set_name, leading = ring.objective.leading
-    result = _full(winner, set_name)
-    base_result = _full(base, set_name)
-    confirmed = base_confirmed = None
-    if confirm is not None and winner is not None:
-        confirmed = _confirmed(winner, confirm, ring)
-        base_confirmed = confirmed if base is winner else _confirmed(base, confirm, ring) if base else None
-    pair = (base_confirmed, confirmed) if confirm is not None else (base_result, result)
-    improved = winner is not None and winner is not base and (base is None or base.failed or winner.bound > base.bound)
-    row = None if winner is None else rows[winner.order]
-    headline, interval = (None, None) if row is None else (row.score, row.interval)
-    if confirmed is not None:
-        headline, interval = confirmed[leading], confirmed.ci(leading)
-    usable = [c for c in contestants if not c.failed]
-    encoded = sum(c.entry.n_encoded for c in contestants)
-    corpora = [*ring.golden.values(), *(guard.golden for guard in ring.guards)]
-    full = len(usable) * sum(len(g.corpus) for g in corpora)
-    sizes = (f"{n}: {g.n_answerable:,} queries, {len(g.corpus):,} documents" for n, g in ring.golden.items())
-    selection = Selection(
-        winner=row,
-        rows=tuple(sorted(rows.values(), key=_standing)),
-        tied=tuple(c.candidate.name for c in group if c is not winner) if tied else None,
-        base=None if base is None else rows[base.order],
-        improved=improved,
-        objective=ring.objective.label,
-        rule=rule,
-        headline=headline,
-        headline_interval=interval,
-        result=result,
-        base_result=base_result,
-        confirmed=confirmed,
-        base_confirmed=base_confirmed,
-        leading=str(leading),
-        comparison=_comparison(*pair, leading),
-        documents_encoded=encoded,
-        share=encoded / full if full else 0.0,
-        data="; ".join(sizes),
-        journal=ring.journal.path,
-    )
-    ring.journal.write({"selection": selection.as_dict()})
-    return selection
-
-
-def _row(contestant: Contestant, ring: Ring, base: Contestant | None, best: Contestant | None, *, is_tied: bool) -> Row:
-    candidate = contestant.candidate
-    path = contestant.source or str(candidate.path)
-    row = Row(candidate.name, path, candidate.step, "failed", eligible=False, why=contestant.error)
-    if contestant.failed:
-        return row
-    bound = contestant.bound
-    row = replace(
-        row,
-        fingerprint=contestant.entry.fingerprint,
-        bound=bound if math.isfinite(bound) else None,
-        coverage=contestant.coverage,
-        documents_per_second=contestant.documents_per_second,
-        eligible=contestant.eligible,
-        why=contestant.entry.refused,
-        tied=is_tied,
-    )
-    if not contestant.scored:
-        return replace(row, status="pruned", why=row.why or _pruned(bound, best))
-    delta = None if base is None or base is contestant or base.failed else bound - base.bound
-    several = len(ring.golden) > 1
-    metrics = {
-        f"{name}/{m}" if several else m: value
-        for name in ring.golden
-        for m, value in contestant.results[name].metrics.items()
-    }
-    interval = _interval(contestant, ring)
-    return replace(row, status="complete", score=bound, interval=interval, delta=delta, metrics=metrics)
-
-
-def _pruned(bound: float, best: Contestant | None) -> str:
-    if best is None:
-        return "not finished"
-    lower = bound < best.bound - TOLERANCE
-    return "proved lower on these queries" if lower else "proved no higher on these queries, and later"
-
-
-def _interval(contestant: Contestant, ring: Ring) -> Interval | None:
-    """Returns the interval of the score; None for an objective over several sets, whose queries are not one sample."""
-    if len(ring.objective.terms) == 1:
-        name, metric, _ = ring.objective.terms[0]
-        return contestant.results[name].ci(metric)
-    values = objective_values(ring.objective, contestant.results)
-    return mean_interval(values.flat, bounds=(0.0, values.most[0])) if len(values.parts) == 1 else None
-
-
-def _standing(row: Row) -> tuple[int, float, float]:
-    rank = ("complete", "pruned", "failed").index(row.status)
-    return rank, -(row.bound if row.bound is not None else -math.inf), math.inf if row.step is None else row.step
-
-
-def _full(contestant: Contestant | None, set_name: str) -> Result | None:
-    if contestant is None or contestant.failed or not contestant.scored:
-        return None
-    return contestant.results[set_name]
-
-
-def _confirmed(contestant: Contestant, confirm: GoldenSet, ring: Ring) -> Result | None:
-    try:
-        return evaluate(
-            contestant.encoder(),
-            confirm,
-            metrics=ring.metrics,
-            ties=ring.ties,
-            precision=ring.precision,
-            batch_tokens=ring.batch_tokens,
-        )
-    except Exception as error:
-        logger.error("%s cannot be scored on the confirming queries: %s", contestant.candidate.name, error)
-        return None
-
-
-def _comparison(before: Result | None, after: Result | None, metric: Metric) -> Comparison | None:
-    if before is None or after is None or before is after:
-        return None
-    return compare(before, after, metric)

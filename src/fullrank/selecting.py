@@ -92,6 +92,10 @@ class Contender(Protocol):
     def failed(self) -> bool:
         """Whether it cannot be evaluated."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether it is one of those of which the best so many are asked for."""
+
     def values(self) -> Values:
         """Returns the contributions of the queries to `bound`."""
 
@@ -124,6 +128,7 @@ def race(
     contenders: Sequence[C],
     open_question: Callable[[Contender, Contender | None], bool],
     *,
+    first: C | None = None,
     exhaustive: bool = False,
 ) -> C | None:
     """Ranks documents for the contenders until no question is open, and returns the best.
@@ -135,10 +140,14 @@ def race(
         contenders: the candidates.
         open_question: tells of an unfinished contender, and the best that is confirmed so far, whether finishing it
             could change what is asked.
+        first: is finished whatever its bound, before the others: the base, with which all are compared.
         exhaustive: finish all.
     """
     for contender in contenders:
         contender.open()
+    if first is not None:
+        first.finish()
+    finished = False
     while True:
         best = _best(contenders)
         running = [c for c in contenders if not (c.complete or c.failed) and c.eligible]
@@ -147,8 +156,9 @@ def race(
         if not running:
             return best
         leader = max(running, key=lambda c: (c.bound, -c.order))
-        if exhaustive or best is None:
+        if exhaustive or best is None or (best is first and not finished):
             leader.finish()
+            finished = True
         else:
             leader.extend()
 
@@ -160,14 +170,14 @@ def _best(contenders: Iterable[C]) -> C | None:
 
 
 def in_question(
-    rule: Rule, *, ties: bool = False, keep: int = 1, contenders: Sequence[Contender]
+    rule: Rule, *, ties: bool = False, keep: int = 0, contenders: Sequence[Contender]
 ) -> Callable[[Contender, Contender | None], bool]:
     """Returns the question of `race` for a rule.
 
     Args:
         rule: ``max`` or ``one-se``.
         ties: ask as well which candidates cannot be told apart from the best.
-        keep: ask as well which are the best so many.
+        keep: ask as well which are the best so many, of those that count.
         contenders: all of them.
     """
     refuse_unknown("rule", rule, get_args(Rule))
@@ -175,7 +185,7 @@ def in_question(
     def question(contender: Contender, best: Contender | None) -> bool:
         if best is None or _may_win(contender, best, contenders):
             return True
-        if keep > 1 and _may_be_among(contender, contenders, keep):
+        if keep and _may_be_among(contender, contenders, keep):
             return True
         if rule == "one-se" and contender.order < best.order and not _outside_one_se(best, contender):
             return True
@@ -192,7 +202,10 @@ def _may_win(contender: Contender, best: Contender, contenders: Iterable[Contend
 
 
 def _may_be_among(contender: Contender, contenders: Iterable[Contender], keep: int) -> bool:
-    scores = sorted((c.bound for c in contenders if c.complete and c.eligible and not c.failed), reverse=True)
+    if not contender.counts:
+        return False
+    confirmed = (c for c in contenders if c.counts and c.complete and c.eligible and not c.failed)
+    scores = sorted((c.bound for c in confirmed), reverse=True)
     return len(scores) < keep or contender.bound >= scores[keep - 1] - TOLERANCE
 
 

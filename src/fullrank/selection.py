@@ -4,11 +4,12 @@ Promise: a journal is written whole or not at all, and numbers in it are used ag
 data and the same settings.
 """
 
+import hashlib
 import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 BASE, SOUP = "base", "soup"
 """Names of candidates that are no folder of the run: the base model, and the mean of what is tied."""
 KIND, SCHEMA = "fullrank.selection", 1
+BELONGS = "selection"
+"""Where a stored result says to which weights and settings it belongs."""
 MAX_BYTES = 64 << 20
 _RESULTS = ("result", "base_result", "base_confirmed")
 Status = Literal["complete", "pruned", "failed"]
@@ -89,7 +92,11 @@ class Selection:
         leading: the metric of the objective's leading part.
         comparison: paired comparison of the winner with the base, on the confirming queries where there are some; None
             without a base, or where the base was left at its bound.
-        documents_encoded: over all candidates; share: of what evaluating each in full would have encoded.
+        documents_encoded: for the numbers of this leaderboard, over the candidates that did not fail.
+        documents_spent: in all passes of a selection that was resumed, failed candidates included.
+        share: `documents_encoded` of what evaluating each in full would have encoded.
+        base_shape: path of the candidate whose pooling, length and prompts the base was given, or None.
+        passed_over: sentence on a candidate that scored higher and that a guard refused, or "".
         data: name and size of what it was chosen on.
         journal: path of ``selection.json``.
     """
@@ -110,9 +117,12 @@ class Selection:
     leading: str
     comparison: Comparison | None
     documents_encoded: int
+    documents_spent: int
     share: float
     data: str
     journal: Path
+    base_shape: str | None = None
+    passed_over: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON form, without the values of the queries."""
@@ -144,8 +154,9 @@ class Entry:
         fingerprint: of its weights.
         status: ``open`` (bound only), ``complete`` or ``failed``.
         bound: of the objective so far.
-        n_encoded: documents encoded for it.
+        n_encoded: documents encoded for it, in all passes.
         seconds: that this took.
+        seen: documents ranked by golden set, guards among them, in the pass that gave the bound.
         results: file names of finished results by golden set, guards among them.
         refused: why a guard refused it.
     """
@@ -155,6 +166,7 @@ class Entry:
     bound: float | None = None
     n_encoded: int = 0
     seconds: float = 0.0
+    seen: dict[str, int] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
     refused: str = ""
 
@@ -182,13 +194,19 @@ class SelectionJournal:
         entry = self.entries.get(name)
         return entry if entry is not None and entry.fingerprint == fingerprint else None
 
-    def result(self, file: str) -> Result | None:
-        """Returns a finished result, or None where it cannot be read any more."""
+    def result(self, file: str, fingerprint: str) -> Result | None:
+        """Returns a finished result; None where it cannot be read any more, or is of other weights or settings."""
+        path = self.folder / Path(file).name
         try:
-            return Result.load(self.folder / Path(file).name)
+            found = Result.load(path)
         except (DataError, OSError) as error:
             logger.warning("%s; it is evaluated again", error)
             return None
+        provenance = dict(found.provenance)
+        if provenance.pop(BELONGS, None) != self._belongs(fingerprint):
+            logger.warning("%s is of other weights or settings; it is evaluated again", path)
+            return None
+        return replace(found, provenance=provenance)
 
     def write(self, extra: Mapping[str, Any] | None = None) -> None:
         """Writes the journal; a full disk is an error line, as the selection itself can go on."""
@@ -196,9 +214,13 @@ class SelectionJournal:
         body = {"kind": KIND, "schema": SCHEMA, "settings": self.settings, "candidates": entries, **(extra or {})}
         self._try(lambda: write_atomically(self.path, json.dumps(_finite(body), indent=1) + "\n"))
 
-    def save(self, file: str, result: Result) -> None:
-        """Writes a finished result."""
-        self._try(lambda: result.save(self.folder / file))
+    def save(self, file: str, result: Result, fingerprint: str) -> None:
+        """Writes a finished result, with what it belongs to: another selection may write the same file."""
+        marked = replace(result, provenance={**result.provenance, BELONGS: self._belongs(fingerprint)})
+        self._try(lambda: marked.save(self.folder / file))
+
+    def _belongs(self, fingerprint: str) -> str:
+        return hashlib.sha256(json.dumps([self.settings, fingerprint], sort_keys=True).encode()).hexdigest()[:16]
 
     def _try(self, write: Any) -> None:
         try:
@@ -246,6 +268,8 @@ def _entry(row: dict[str, Any]) -> Entry:
         and (entry.bound is None or (isinstance(entry.bound, number) and not isinstance(entry.bound, bool)))
         and type(entry.n_encoded) is int
         and isinstance(entry.seconds, number)
+        and isinstance(entry.seen, dict)
+        and all(type(n) is int for n in entry.seen.values())
         and isinstance(entry.results, dict)
         and all(isinstance(file, str) for file in entry.results.values())
         and isinstance(entry.refused, str)

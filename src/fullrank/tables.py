@@ -14,7 +14,7 @@ from rich.text import Text
 from fullrank.benchmarks import Outcome, average, forgotten
 from fullrank.changes import Change, Flip
 from fullrank.gating import Check, Gate
-from fullrank.report import render
+from fullrank.report import render, slim_table
 from fullrank.result import Hit
 
 __all__ = [
@@ -39,8 +39,8 @@ def changes_table(changes: Mapping[str, Change], *, title: str | None = None, wh
 
     Of query types p and verdict are those after Holm's correction: among many types one stands out by chance.
     """
-    p = "p" if what == "metric" else "p (Holm)"
-    heads = ("queries", "base", "tuned", "delta (points)", _level(changes), p, "won / lost", "verdict")
+    p = "p" if what == "metric" else "p Holm"
+    heads = ("n", "base", "tuned", "points", _level(changes), p, "won/lost", "verdict")
     table = _table(title, what, *heads)
     for name, change in changes.items():
         found = change.comparison
@@ -112,7 +112,7 @@ def benchmark_table(outcomes: Sequence[Outcome], metrics: Sequence[str], *, titl
 
 
 def _base_against_tuned(done: Sequence[Outcome], title: str | None) -> str:
-    table = _table(title, "set", "queries", "base", "tuned", "delta (points)", "95% interval", "p", "verdict")
+    table = _table(title, "set", "n", "base", "tuned", "points", "95% interval", "p", "verdict")
     paired = [(outcome, outcome.change) for outcome in done if outcome.change is not None]
     for outcome, change in paired:
         low, high = change.comparison.interval
@@ -219,8 +219,10 @@ def _level(changes: Mapping[str, Change]) -> str:
 
 
 def _table(title: str | None, first: str, *columns: str) -> Table:
-    table = Table(title=None if title is None else Text(plain(title)), title_justify="left")
-    table.add_column(first, no_wrap=True)
+    table = slim_table(None)
+    table.title = None if title is None else Text(plain(title))
+    table.padding = (0, 0)  # with it, and words that may wrap, 80 columns are enough
+    table.add_column(first, overflow="fold")
     for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=name != "verdict")
     return table

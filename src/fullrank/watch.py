@@ -4,6 +4,7 @@ Promise: a half-written checkpoint is never evaluated; each is in the journal on
 does not hang on the order in which checkpoints arrive; nothing that the run wrote is changed.
 """
 
+import json
 import logging
 import math
 import time
@@ -13,20 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from fullrank._errors import DataError, FullrankError, SettingError
+from fullrank._files import write_atomically
 from fullrank.averaging import copy_model
-from fullrank.candidates import Loader
+from fullrank.candidates import Loader, save_loaded
 from fullrank.checkpoints import Evaluation, best_of
 from fullrank.data import GoldenSet
-from fullrank.discover import Candidate, checkpoint_folders, inspect_folder, state_of
+from fullrank.discover import Candidate, checkpoint_folders, inspect_folder
 from fullrank.encode import Adapter, Precision
 from fullrank.journal import Journal
 from fullrank.metrics import Metric, TieRule
+from fullrank.modelfiles import state_of
 from fullrank.objective import Objective, log_names, metrics_needed, named_sets
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
+from fullrank.selection import BASE
 from fullrank.settings import DEFAULT_METRICS, refuse_no_count
 from fullrank.store import BestStore
-from fullrank.watching import Sightings, held_lock
+from fullrank.watching import SETTINGS, Sightings, held_lock, read_settings
 
 __all__ = ["WATCH", "watch"]
 
@@ -83,7 +87,7 @@ def watch(
     if not root.is_dir():
         raise DataError(f"run folder {str(run_dir)!r} does not exist")
     sets = named_sets(golden)
-    with held_lock(root / WATCH / "lock"):
+    with held_lock(root / WATCH / "lock", f"{root} is watched"):
         scout = _Scout(root, sets, Objective.parse(metric, list(sets)), metrics, ties, precision, batch_tokens, base)
         scout.open(keep_best)
         try:
@@ -122,6 +126,7 @@ class _Scout:
         self.metrics, self.ties = metrics_needed(metrics, objective), ties
         self.precision, self.batch_tokens, self.base = precision or "fp32", batch_tokens, base
         self.loader = Loader(base)
+        self._base_failed = self._base_given_up = False
         self.journal = Journal(root / WATCH)
         self._plans: dict[tuple[str, str], EvaluationPlan] = {}
         self._writer: Any = None
@@ -130,8 +135,7 @@ class _Scout:
         """Reads the journal, and writes its scalars anew: a kill may have come between a line and its scalars."""
         self.journal.resume(1 << 62, [])
         self.store = BestStore(self.root / WATCH / "best", keep_best=keep_best, resume=True)
-        for name, golden in self.sets.items():
-            self._refuse_other_data(name, golden)
+        self._refuse_other_settings()
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(self.root / WATCH / "tensorboard"), purge_step=0)
@@ -141,7 +145,7 @@ class _Scout:
     def has_reached(self, step: int | None) -> bool:
         """Returns whether ``step`` or a later one is in the journal, and nothing that is whole waits for its turn."""
         done = {line.step for line in self.journal.lines}
-        if step is None or max(done, default=-1) < step:
+        if step is None or max(done, default=-1) < step or self._base_failed:
             return False
         return all(candidate.step in done for candidate in self._found() if not candidate.problem)
 
@@ -154,17 +158,21 @@ class _Scout:
         """Evaluates the earliest checkpoint that is due; returns its line, or None where nothing was finished."""
         found = self._found()
         done = {line.step for line in self.journal.lines}
-        gone = sightings.waiting - {c.name for c in found}
+        for broken in sightings.stalled(found, time.monotonic()):
+            logger.warning("%s is not taken: %s", broken.name, broken.problem)
+        gone = sightings.waiting - {c.name for c in found} - {BASE}
         for name in gone:
             sightings.forget(name)
             step = int(name.removeprefix("checkpoint-"))
             if step not in done:
                 return self._note(Evaluation(step, 0.0, "skipped", note="it has vanished"), {})
         candidate = sightings.due(found, done, time.monotonic())
+        waits = (c for c in found if self._base_failed and not c.problem)  # the base, when no checkpoint does
+        like = candidate or next(waits, None)
+        if like is not None and self._base_is_due(like, sightings):
+            return self._evaluate_base(like, sightings)
         if candidate is None:
             return None
-        if 0 not in done and (self.base or candidate.base):
-            return self._evaluate_base(candidate)
         start = time.perf_counter()
         try:
             _, results = self._results(*self.loader.load(candidate))
@@ -179,7 +187,7 @@ class _Scout:
             return self._note(line, {})
         line = self._line(candidate.step or 0, _epoch(candidate.path), score, results, time.perf_counter() - start)
         sightings.forget(candidate.name)
-        self._keep(line, candidate.path, results)
+        self._keep(line, lambda target: copy_model(candidate.path, target), results)
         return self._note(line, results)
 
     def _found(self) -> list[Candidate]:
@@ -190,16 +198,34 @@ class _Scout:
         inspected = (inspect_folder(path, path.name, step=step, origin="checkpoint") for step, path in folders)
         return [candidate for candidate in inspected if candidate is not None]
 
-    def _evaluate_base(self, like: Candidate) -> Evaluation:
+    def _base_is_due(self, candidate: Candidate, sightings: Sightings) -> bool:
+        """Returns whether the base is to be evaluated now: also where it failed before the watch was started again."""
+        known = any(line.step == 0 and line.status == "ok" for line in self.journal.lines)
+        if known or self._base_given_up or not (self.base or candidate.base):
+            return False
+        return sightings.may_try(BASE, time.monotonic())
+
+    def _evaluate_base(self, like: Candidate, sightings: Sightings) -> Evaluation | None:
         source, start = self.base or like.base or "", time.perf_counter()
         try:
             _, results = self._results(*self.loader.load_base(source, like))
             line = self._line(0, 0.0, self._score(results), results, time.perf_counter() - start)
         except Exception as error:
             logger.warning("the base model %s could not be evaluated: %s", source, error)
+            self._base_failed = not sightings.failed_again(BASE, time.monotonic())
+            if self._base_failed:
+                return None
+            self._base_given_up = True
+            sightings.forget(BASE)
             return self._note(Evaluation(0, 0.0, "failed", error=traceback.format_exc()), {})
-        if Path(source).expanduser().is_dir():
-            self._keep(line, Path(source).expanduser(), results)
+        self._base_failed = False
+        sightings.forget(BASE)
+
+        def save(target: Path) -> None:
+            # In the shape in which it was scored, whatever pooling its own folder names, and without adapters.
+            save_loaded(Loader(self.base).load_base(source, like)[1], target, adapters=False)
+
+        self._keep(line, save, results)
         return self._note(line, results)
 
     def _results(self, key: str, encoder: Adapter) -> tuple[str, dict[str, Result]]:
@@ -223,17 +249,17 @@ class _Scout:
         }
         return Evaluation(step, epoch, "ok", score, values, seconds)
 
-    def _keep(self, line: Evaluation, folder: Path, results: dict[str, Result]) -> None:
+    def _keep(self, line: Evaluation, write: Callable[[Path], object], results: dict[str, Result]) -> None:
         """Stores the weights if they are among the best: before the line is written, so that no line lacks them."""
 
         def save(target: Path) -> None:
             target.rmdir()
-            copy_model(folder, target)
+            write(target)
             results[self.objective.leading[0]].save(target / "result.json")
 
         try:
             self.store.offer(line.step, line.score if line.score is not None else math.nan, save)
-        except OSError as error:
+        except (OSError, FullrankError) as error:
             logger.error("the weights of step %d could not be stored (%s); the best so far stays", line.step, error)
 
     def _note(self, line: Evaluation, results: dict[str, Result]) -> Evaluation:
@@ -252,16 +278,30 @@ class _Scout:
             self._writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, line.step)
         self._writer.flush()
 
-    def _refuse_other_data(self, name: str, golden: GoldenSet) -> None:
-        for line in self.journal.lines:
-            if line.status != "ok":
-                continue
-            file = self.root / WATCH / (f"step-{line.step}.json" if len(self.sets) == 1 else "")
-            if file.is_file() and Result.load(file).provenance.get("data") != golden.fingerprint():
-                raise DataError(
-                    f"{self.root / WATCH} was begun with other data than {name!r}; move it away to begin anew"
-                )
-            return
+    def _refuse_other_settings(self) -> None:
+        """Refuses a journal whose scores were made otherwise, and notes how they are made now."""
+        settings = {
+            "data": {name: golden.fingerprint() for name, golden in self.sets.items()},
+            "objective": [[name, str(metric), weight] for name, metric, weight in self.objective.terms],
+            "metrics": [str(metric) for metric in self.metrics],
+            "ties": self.ties,
+            "precision": self.precision,
+            "base": self.base,
+        }
+        folder = self.root / WATCH
+        try:
+            before = read_settings(folder)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder / SETTINGS} cannot be read ({error}); move {folder} away to begin anew"
+            ) from error
+        if self.journal.lines and before != settings:
+            differing = [name for name in settings if before.get(name) != settings[name]]
+            raise DataError(
+                f"{folder} was begun with other settings ({', '.join(differing)}), and its scores cannot be compared "
+                "with new ones; move it away to begin anew, or start with those of before"
+            )
+        write_atomically(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
 
 
 def _epoch(folder: Path) -> float:

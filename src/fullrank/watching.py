@@ -6,18 +6,24 @@ journal has is never due again; a lock of a dead process is free.
 
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fullrank._errors import SettingError
 from fullrank.discover import Candidate
 
-__all__ = ["Sightings", "held_lock"]
+__all__ = ["SETTINGS", "Sightings", "held_lock", "read_settings"]
 
+logger = logging.getLogger(__name__)
+
+SETTINGS = "settings.json"
+"""What the scores of a watch were made with, beside its journal."""
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0
 """Seconds before a failed evaluation is tried again: at first, doubled each time, and at most."""
 
@@ -34,6 +40,8 @@ class Sightings:
     quiet: float
     attempts: int
     _since: dict[str, tuple[object, float]] = field(default_factory=dict)
+    _changed: dict[str, tuple[object, float]] = field(default_factory=dict)
+    _named: set[str] = field(default_factory=set)
     _failures: dict[str, int] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
 
@@ -50,18 +58,39 @@ class Sightings:
             if candidate.step is None or candidate.step in done:
                 continue
             mark = _mark(candidate.path)
+            if mark != self._changed.get(candidate.name, (None, now))[0] or candidate.name not in self._changed:
+                self._changed[candidate.name] = (mark, now)
             before, since = self._since.get(candidate.name, (None, now))
             if mark != before or candidate.problem:
                 self._since[candidate.name] = (mark, now)
-            elif now - since >= self.quiet and now >= self._not_before.get(candidate.name, now):
+            elif now - since >= self.quiet and self.may_try(candidate.name, now):
                 ready.append(candidate)
         return min(ready, key=lambda c: c.step or 0, default=None)
 
     def failed(self, candidate: Candidate, now: float) -> bool:
         """Notes a failure, and returns whether it was the last attempt; else the next one waits, longer each time."""
-        n = self._failures[candidate.name] = self._failures.get(candidate.name, 0) + 1
-        self._not_before[candidate.name] = now + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (n - 1))
+        return self.failed_again(candidate.name, now)
+
+    def failed_again(self, name: str, now: float) -> bool:
+        """The same of what is no folder of the run: the base model."""
+        n = self._failures[name] = self._failures.get(name, 0) + 1
+        self._not_before[name] = now + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (n - 1))
         return n >= self.attempts
+
+    def may_try(self, name: str, now: float) -> bool:
+        """Returns whether the wait after a failure is over."""
+        return now >= self._not_before.get(name, now)
+
+    def stalled(self, candidates: Iterable[Candidate], now: float) -> list[Candidate]:
+        """Returns the checkpoints that are not whole and have been quiet for a while; each once."""
+        found = [
+            c
+            for c in candidates
+            if c.problem and c.name in self._changed and now - self._changed[c.name][1] >= self.quiet
+        ]
+        fresh = [c for c in found if c.name not in self._named]
+        self._named |= {c.name for c in fresh}
+        return fresh
 
     def forget(self, name: str) -> None:
         """Drops the failures of a checkpoint that is in the journal now."""
@@ -74,8 +103,23 @@ class Sightings:
 
     @property
     def last_change(self) -> float | None:
-        """When something was last seen to change, or None."""
-        return max((since for _, since in self._since.values()), default=None)
+        """When a file was last seen to change, or None: a folder that stays half-written is no news."""
+        return max((when for _, when in self._changed.values()), default=None)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns what the scores in a watch's folder were made with; empty where it is new.
+
+    Raises:
+        ValueError: the file holds no JSON object.
+    """
+    file = folder / SETTINGS
+    if not file.is_file():
+        return {}
+    body = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(body, dict):
+        raise ValueError("no JSON object")
+    return body
 
 
 def _mark(path: Path) -> object:
@@ -88,24 +132,38 @@ def _mark(path: Path) -> object:
 
 
 @contextmanager
-def held_lock(path: Path) -> Iterator[None]:
+def held_lock(path: Path, taken: str, *, needed: bool = True) -> Iterator[None]:
     """Holds the lock file ``path`` for the time of the body; the system frees it when the process dies, however.
 
     On a file system that several machines share, this needs one that carries locks between them (NFS does).
 
+    Args:
+        path: of the lock file.
+        taken: begins the message where another process holds it.
+        needed: False goes on with a warning where the file system carries no locks, or the file cannot be written.
+
     Raises:
         SettingError: another process holds it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        if needed:
+            raise
+        logger.warning("%s cannot be locked (%s): see that nothing else writes there", path, error)
+        yield
+        return
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SettingError(
-                f"{path.parent.parent} is watched already by {_holder(path)}; stop that one first"
-            ) from None
+            raise SettingError(f"{taken} already by {_holder(path)}; stop that one first") from None
         except OSError as error:
+            if not needed:
+                logger.warning("%s cannot be locked (%s): see that nothing else writes there", path, error)
+                yield
+                return
             raise SettingError(
                 f"{path} cannot be locked ({error}): its file system carries no locks; watch from elsewhere"
             ) from error
