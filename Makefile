@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo recipes test test-lowest lint types unit bench clean
+.PHONY: install demo recipes test test-lowest lint types unit bench bench-select clean
 
 install: $(STAMP)
 
@@ -58,8 +58,11 @@ bench: install
 	$(BIN)/python scripts/bench_growth.py
 	$(BIN)/python scripts/bench_evaluate.py
 	$(BIN)/python scripts/bench_run.py
-	$(BIN)/python scripts/bench_select.py
 	$(BIN)/python scripts/bench_device.py
+
+# Trains a run of 12 checkpoints and evaluates each: about an hour on 2 cores.
+bench-select: install
+	$(BIN)/python scripts/bench_select.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache
