@@ -7,7 +7,7 @@ with which settings it was made.
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -208,7 +208,7 @@ class Result:
         """Returns the result stored at ``path``.
 
         Raises:
-            DataError: not a result file, another schema version, or fields missing.
+            DataError: not a result file, another schema version, fields missing or of a wrong type.
         """
         source = Path(path)
         if not source.is_file():
@@ -217,7 +217,7 @@ class Result:
             raise DataError(f"{source}: over {MAX_RESULT_BYTES >> 20} MiB, which no result file is")
         try:
             body = json.loads(source.read_text(encoding="utf-8", errors="surrogatepass"))  # as they are written
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{source} is not a result file: {error}") from error
         if not isinstance(body, dict) or body.pop("kind", None) != KIND:
             raise DataError(f"{source} is not a result file: it was not written by Result.save")
@@ -225,6 +225,10 @@ class Result:
             raise DataError(f"{source} has the schema version {schema!r}; this fullrank reads version {SCHEMA}")
         if missing := [item.name for item in fields(cls) if item.name not in body]:
             raise DataError(f"{source} is not a whole result file: {first_few(missing)} missing")
+        if wrong := [name for name, fits in _SHAPES.items() if not fits(body[name])]:
+            raise DataError(f"{source} is not a whole result file: {wrong[0]} is {str(body[wrong[0]])[:60]!r}")
+        if lacking := [name for name in body["metrics"] if name not in body["per_query"]]:
+            raise DataError(f"{source} is not a whole result file: per_query has no {lacking[0]!r}")
         try:
             body["per_query"] = {k: np.asarray(v, dtype=np.float64) for k, v in body["per_query"].items()}
             body["query_ids"] = tuple(body["query_ids"])
@@ -264,6 +268,57 @@ class Result:
 
     def _relevant(self, grade: float) -> bool:
         return grade > 0 and grade >= self.relevant_from
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_finding(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(_is_text(value.get(name)) for name in ("kind", "severity", "message", "remedy"))
+        and _is_number(value.get("count"))
+        and _list_of(_is_text)(value.get("examples"))
+    )
+
+
+def _is_hit(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_text(value[0]) and _is_number(value[1])
+
+
+def _list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _dict_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+_SHAPES: dict[str, Callable[[object], bool]] = {
+    "metrics": _dict_of(_is_number),
+    "per_query": _dict_of(_list_of(_is_number)),
+    "query_ids": _list_of(_is_text),
+    "counts": _dict_of(_is_number),
+    "hits": _dict_of(_list_of(_is_hit)),
+    "qrels": _dict_of(_dict_of(_is_number)),
+    "queries": _dict_of(_is_text),
+    "groups": _dict_of(_is_text),
+    "relevant_from": _is_number,
+    "timing": _dict_of(_is_number),
+    "provenance": lambda value: isinstance(value, dict),
+    "findings": _list_of(_is_finding),
+    "tie_rate": _is_number,
+    "collapsed": lambda value: isinstance(value, bool),
+    "eligible": lambda value: isinstance(value, bool),
+    "mean_cosine": lambda value: value is None or _is_number(value),
+    "bound": lambda value: isinstance(value, bool),
+}
+"""What the fields of a result file hold."""
 
 
 def summarise(
