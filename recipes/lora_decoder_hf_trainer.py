@@ -30,9 +30,9 @@ from fullrank import Backbone, Guard, RetrievalCallback, TrainingExample, evalua
 from fullrank.codesearch import standard_library_task
 from fullrank.decoders import end_every_text, tiny_decoder
 from fullrank.encode import pool
-from fullrank.records import run_record, write_record
+from fullrank.records import mistakes_as_messages, run_record, write_record
 from fullrank.report import comparison_table
-from fullrank.training_data import training_columns
+from fullrank.training_data import refuse_half_a_task, training_columns
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def adapted(knobs: Knobs):
 
 def task(knobs: Knobs):
     """Returns the golden set and the training examples."""
-    if knobs.data and not knobs.train:
-        raise SystemExit("--data says what to measure by; give --train as well")
+    if not (knobs.tiny and knobs.train):
+        refuse_half_a_task(knobs.data, knobs.train)
     sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
     built_in = standard_library_task(**sizes)
     others = [(source,) for _, source in built_in.pairs]  # in place of mined negatives: for a try-out only
@@ -143,6 +143,7 @@ def main(knobs: Knobs) -> None:
     start = time.perf_counter()
     torch.manual_seed(knobs.seed)  # before the adapter is drawn
     golden, examples = task(knobs)
+    rows = list(zip(*training_columns(examples, negatives=knobs.negatives, batch=knobs.batch).values(), strict=True))
     if knobs.tiny:
         knobs = replace(knobs, model=tiny_decoder(Path(knobs.output) / "base", golden.doc_texts))
     tokenizer = end_every_text(AutoTokenizer.from_pretrained(knobs.model), padding=knobs.padding)
@@ -165,7 +166,6 @@ def main(knobs: Knobs) -> None:
         seed=knobs.seed,
         use_cpu=not torch.accelerator.is_available(),  # without it, processes on CPUs train apart
     )
-    rows = list(zip(*training_columns(examples, negatives=knobs.negatives).values(), strict=True))
     trainer = AdapterTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collator(tokenizer, knobs))
     callback = RetrievalCallback(
         golden,
@@ -190,11 +190,13 @@ def main(knobs: Knobs) -> None:
     after, before = again[knobs.select], best[knobs.select]
     print(f"Merged:  {folder}, {knobs.select} {after:.4f}, {100 * (after - before):+.2f} points by merging")
     if knobs.json:
-        cost = {"seconds": time.perf_counter() - start, "settings": asdict(knobs)}
-        record = run_record(base, best, metric=knobs.select, **cost)
+        record = run_record(
+            base, best, metric=knobs.select, seconds=time.perf_counter() - start, settings=asdict(knobs)
+        )
         write_record(knobs.json, record | {"merged": again.metrics})
 
 
 if __name__ == "__main__":
     (parsed,) = HfArgumentParser(Knobs, description=__doc__).parse_args_into_dataclasses()
-    main(replace(parsed, **TINY) if parsed.tiny else parsed)
+    with mistakes_as_messages():
+        main(replace(parsed, **TINY) if parsed.tiny else parsed)
