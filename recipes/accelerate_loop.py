@@ -75,8 +75,7 @@ class BiEncoder(nn.Module):
 
 def task(knobs: Knobs):
     """Returns the golden set and the training pairs."""
-    if not (knobs.tiny and knobs.train):  # a try-out may train on what was mined from the built-in task
-        refuse_half_a_task(knobs.data, knobs.train)
+    refuse_half_a_task(knobs.data, knobs.train, tiny=knobs.tiny)
     golden = load_golden(knobs.data, knobs.split) if knobs.data else None
     pairs = [example.pair for example in read_training_data(knobs.train)] if knobs.train else None
     if golden is None or pairs is None:

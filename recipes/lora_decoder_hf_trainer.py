@@ -129,14 +129,13 @@ def adapted(knobs: Knobs):
 
 def task(knobs: Knobs):
     """Returns the golden set and the training examples."""
-    if not (knobs.tiny and knobs.train):
-        refuse_half_a_task(knobs.data, knobs.train)
-    sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
-    built_in = standard_library_task(**sizes)
+    refuse_half_a_task(knobs.data, knobs.train, tiny=knobs.tiny)
+    if knobs.data:
+        return load_golden(knobs.data, knobs.split), read_training_data(knobs.train)
+    built_in = standard_library_task(**({"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000}))
     others = [(source,) for _, source in built_in.pairs]  # in place of mined negatives: for a try-out only
     examples = [TrainingExample(*pair, others[i - 1]) for i, pair in enumerate(built_in.pairs)]
-    golden = load_golden(knobs.data, knobs.split) if knobs.data else built_in.golden
-    return golden, read_training_data(knobs.train) if knobs.train else examples
+    return built_in.golden, read_training_data(knobs.train) if knobs.train else examples
 
 
 def main(knobs: Knobs) -> None:
@@ -190,9 +189,8 @@ def main(knobs: Knobs) -> None:
     after, before = again[knobs.select], best[knobs.select]
     print(f"Merged:  {folder}, {knobs.select} {after:.4f}, {100 * (after - before):+.2f} points by merging")
     if knobs.json:
-        record = run_record(
-            base, best, metric=knobs.select, seconds=time.perf_counter() - start, settings=asdict(knobs)
-        )
+        cost = {"seconds": time.perf_counter() - start, "settings": asdict(knobs)}
+        record = run_record(base, best, metric=knobs.select, **cost)
         write_record(knobs.json, record | {"merged": again.metrics})
 
 

@@ -72,8 +72,7 @@ TINY = {"steps": 6, "every": 3, "batch": 8, "max_tokens": 32}
 
 def task(knobs: Knobs):
     """Returns the golden set and the training examples."""
-    if not (knobs.tiny and knobs.train):  # a try-out may train on what was mined from the built-in task
-        refuse_half_a_task(knobs.data, knobs.train)
+    refuse_half_a_task(knobs.data, knobs.train, tiny=knobs.tiny)
     golden = load_golden(knobs.data, knobs.split) if knobs.data else None
     examples = read_training_data(knobs.train) if knobs.train else None
     if golden is None or examples is None:

@@ -22,10 +22,10 @@ from fullrank import TrainingExample, mine_negatives, read_training_data
 from fullrank._errors import SettingError
 from fullrank.codesearch import standard_library_task
 from fullrank.demo import packaged_model
-from fullrank.doors import progress_bars
 from fullrank.loaders import read_corpus
 from fullrank.mine import MiningRules, golden_from_examples, mined_table
 from fullrank.models import load_sentence_transformer
+from fullrank.progress import progress_bars
 from fullrank.records import mistakes_as_messages, peak_memory_mib, write_record
 from fullrank.training_data import write_training_data
 

@@ -110,11 +110,14 @@ def write_training_data(path: str | Path, examples: Iterable[TrainingExample]) -
     return write_atomically(path, "".join(json.dumps(asdict(e), ensure_ascii=False) + "\n" for e in examples))
 
 
-def refuse_half_a_task(data: str | None, train: str | None) -> None:
-    """Raises `SettingError` where only one of what to measure by and what to train on is named."""
+def refuse_half_a_task(data: str | None, train: str | None, *, tiny: bool = False) -> None:
+    """Raises `SettingError` where only one of what to measure by and what to train on is named.
+
+    A ``tiny`` try-out may train on what was mined from the built-in task.
+    """
     if data and not train:
         raise SettingError("--data says what to measure by; give --train as well")
-    if train and not data:
+    if train and not data and not tiny:
         raise SettingError(
             "--train says what to train on; give --data as well, a golden set of the same kind: the built-in task "
             "would measure something else"
