@@ -528,6 +528,14 @@ def test_percentages_keep_what_matters(tmp_path):
     assert "at most 2.5 % of the 12 queries" in page.text
 
 
+def test_values_of_bounds_stand_without_an_interval(tmp_path):
+    bound = make_result(0.8, bound=True)
+    bound.counts["n_ranked"] = 90
+    text = write_report([make_result(0.3), bound], tmp_path / "out.md").read_text()
+    assert f"| &lt;= {bound['recall@1']:.4f} | – |" in text
+    assert f"<= {bound['recall@1']:.4f}" in page_of(bound, tmp_path)[0].text
+
+
 def test_bounds_are_called_bounds(tmp_path):
     bound = make_result(0.8, bound=True)
     bound.counts["n_ranked"] = 90
