@@ -25,11 +25,15 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from fullrank import BestStore, Result, evaluate, load_golden, read_training_data
+from fullrank._errors import SettingError
 from fullrank.codesearch import standard_library_task
 from fullrank.demo import packaged_model
+from fullrank.metrics import Metric
 from fullrank.models import load_sentence_transformer
-from fullrank.records import run_record, write_record
+from fullrank.records import mistakes_as_messages, run_record, write_record
 from fullrank.report import comparison_table, evaluation_line
+from fullrank.settings import DEFAULT_METRICS
+from fullrank.training_data import refuse_half_a_task, refuse_less_than_a_batch
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,7 @@ class BiEncoder(nn.Module):
 
 def task(knobs: Knobs):
     """Returns the golden set and the training pairs."""
-    if knobs.data and not knobs.train:
-        raise SystemExit("--data says what to measure by; give --train as well")
+    refuse_half_a_task(knobs.data, knobs.train, tiny=knobs.tiny)
     golden = load_golden(knobs.data, knobs.split) if knobs.data else None
     pairs = [example.pair for example in read_training_data(knobs.train)] if knobs.train else None
     if golden is None or pairs is None:
@@ -91,12 +94,14 @@ def endless(batches):
 def main(knobs: Knobs) -> None:
     start = time.perf_counter()
     if (Path(knobs.output) / "best").exists():
-        raise SystemExit(f"{knobs.output} holds an earlier run; give another --output")
+        raise SettingError(f"{knobs.output} holds an earlier run; give another --output")
     # A BERT has a pooler of its own that no embedding goes through, and DDP waits for its gradients.
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=knobs.tiny, kwargs_handlers=[unused])
     set_seed(knobs.seed)
     golden, pairs = task(knobs)
+    refuse_less_than_a_batch(len(pairs), knobs.batch * accelerator.num_processes)
+    metrics = list(dict.fromkeys(map(Metric.parse, (*DEFAULT_METRICS, knobs.select))))
     model = load_sentence_transformer(knobs.model or str(packaged_model()))
     model.max_seq_length = knobs.max_tokens
 
@@ -121,7 +126,7 @@ def main(knobs: Knobs) -> None:
             optimizer.zero_grad()
         if step % knobs.every and step != knobs.steps:
             continue
-        result = evaluate(model, golden)  # on every process: they share the documents
+        result = evaluate(model, golden, metrics=metrics)  # on every process: they share the documents
         base = base or result
         if accelerator.is_main_process:
 
@@ -151,4 +156,5 @@ def main(knobs: Knobs) -> None:
 
 if __name__ == "__main__":
     (parsed,) = HfArgumentParser(Knobs, description=__doc__).parse_args_into_dataclasses()
-    main(replace(parsed, **TINY) if parsed.tiny else parsed)
+    with mistakes_as_messages():
+        main(replace(parsed, **TINY) if parsed.tiny else parsed)

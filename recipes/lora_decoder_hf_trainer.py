@@ -30,9 +30,9 @@ from fullrank import Backbone, Guard, RetrievalCallback, TrainingExample, evalua
 from fullrank.codesearch import standard_library_task
 from fullrank.decoders import end_every_text, tiny_decoder
 from fullrank.encode import pool
-from fullrank.records import run_record, write_record
+from fullrank.records import mistakes_as_messages, run_record, write_record
 from fullrank.report import comparison_table
-from fullrank.training_data import training_columns
+from fullrank.training_data import refuse_half_a_task, training_columns
 
 
 @dataclass(frozen=True)
@@ -128,21 +128,21 @@ def adapted(knobs: Knobs):
 
 
 def task(knobs: Knobs):
-    """Returns the golden set and the training examples."""
-    if knobs.data and not knobs.train:
-        raise SystemExit("--data says what to measure by; give --train as well")
+    """Returns the golden set and the training examples; other answers in place of mined negatives, for a try-out."""
+    refuse_half_a_task(knobs.data, knobs.train, tiny=knobs.tiny)
+    if knobs.data:
+        return load_golden(knobs.data, knobs.split), read_training_data(knobs.train)
     sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
     built_in = standard_library_task(**sizes)
-    others = [(source,) for _, source in built_in.pairs]  # in place of mined negatives: for a try-out only
-    examples = [TrainingExample(*pair, others[i - 1]) for i, pair in enumerate(built_in.pairs)]
-    golden = load_golden(knobs.data, knobs.split) if knobs.data else built_in.golden
-    return golden, read_training_data(knobs.train) if knobs.train else examples
+    examples = [TrainingExample(*pair, (built_in.pairs[i - 1][1],)) for i, pair in enumerate(built_in.pairs)]
+    return built_in.golden, read_training_data(knobs.train) if knobs.train else examples
 
 
 def main(knobs: Knobs) -> None:
     start = time.perf_counter()
     torch.manual_seed(knobs.seed)  # before the adapter is drawn
     golden, examples = task(knobs)
+    rows = list(zip(*training_columns(examples, negatives=knobs.negatives, batch=knobs.batch).values(), strict=True))
     if knobs.tiny:
         knobs = replace(knobs, model=tiny_decoder(Path(knobs.output) / "base", golden.doc_texts))
     tokenizer = end_every_text(AutoTokenizer.from_pretrained(knobs.model), padding=knobs.padding)
@@ -165,7 +165,6 @@ def main(knobs: Knobs) -> None:
         seed=knobs.seed,
         use_cpu=not torch.accelerator.is_available(),  # without it, processes on CPUs train apart
     )
-    rows = list(zip(*training_columns(examples, negatives=knobs.negatives).values(), strict=True))
     trainer = AdapterTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collator(tokenizer, knobs))
     callback = RetrievalCallback(
         golden,
@@ -197,4 +196,5 @@ def main(knobs: Knobs) -> None:
 
 if __name__ == "__main__":
     (parsed,) = HfArgumentParser(Knobs, description=__doc__).parse_args_into_dataclasses()
-    main(replace(parsed, **TINY) if parsed.tiny else parsed)
+    with mistakes_as_messages():
+        main(replace(parsed, **TINY) if parsed.tiny else parsed)

@@ -15,6 +15,7 @@ A run that was cut off goes on with the same command and --resume. Three lines t
 
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -26,14 +27,16 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from transformers import HfArgumentParser, set_seed
 from transformers.hf_argparser import HfArg
+from transformers.trainer_utils import get_last_checkpoint
 
 from fullrank import Guard, RetrievalCallback, TrainingExample, load_golden, read_training_data
+from fullrank._errors import SettingError
 from fullrank.codesearch import standard_library_task
 from fullrank.demo import packaged_model
 from fullrank.models import load_sentence_transformer
-from fullrank.records import run_record, write_record
+from fullrank.records import mistakes_as_messages, run_record, write_record
 from fullrank.report import comparison_table, findings_text
-from fullrank.training_data import training_columns
+from fullrank.training_data import refuse_half_a_task, training_columns
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,7 @@ TINY = {"steps": 6, "every": 3, "batch": 8, "max_tokens": 32}
 
 def task(knobs: Knobs):
     """Returns the golden set and the training examples."""
-    if knobs.data and not knobs.train:
-        raise SystemExit("--data says what to measure by; give --train as well")
+    refuse_half_a_task(knobs.data, knobs.train, tiny=knobs.tiny)
     golden = load_golden(knobs.data, knobs.split) if knobs.data else None
     examples = read_training_data(knobs.train) if knobs.train else None
     if golden is None or examples is None:
@@ -95,6 +97,9 @@ def main(knobs: Knobs) -> None:
     start = time.perf_counter()
     set_seed(knobs.seed)  # before the adapter is drawn
     golden, examples = task(knobs)
+    columns = training_columns(examples, negatives=knobs.negatives, batch=knobs.batch)
+    if knobs.resume and not (Path(knobs.output).is_dir() and get_last_checkpoint(knobs.output)):
+        raise SettingError(f"{knobs.output} holds no checkpoint to --resume from; leave --resume out to begin")
     findings = golden.check(train_pairs=[example.pair for example in examples])
     print(findings_text(finding for finding in findings if finding.severity != "info"))
     model = adapted(knobs)
@@ -122,7 +127,7 @@ def main(knobs: Knobs) -> None:
     trainer = SentenceTransformerTrainer(
         model=model,
         args=arguments,
-        train_dataset=Dataset.from_dict(training_columns(examples, negatives=knobs.negatives)),
+        train_dataset=Dataset.from_dict(columns),
         loss=loss,
     )
     callback = RetrievalCallback(
@@ -146,4 +151,5 @@ def main(knobs: Knobs) -> None:
 
 if __name__ == "__main__":
     (parsed,) = HfArgumentParser(Knobs, description=__doc__).parse_args_into_dataclasses()
-    main(replace(parsed, **TINY) if parsed.tiny else parsed)
+    with mistakes_as_messages():
+        main(replace(parsed, **TINY) if parsed.tiny else parsed)

@@ -19,13 +19,14 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from fullrank import TrainingExample, mine_negatives, read_training_data
+from fullrank._errors import SettingError
 from fullrank.codesearch import standard_library_task
 from fullrank.demo import packaged_model
-from fullrank.doors import progress_bars
 from fullrank.loaders import read_corpus
 from fullrank.mine import MiningRules, golden_from_examples, mined_table
 from fullrank.models import load_sentence_transformer
-from fullrank.records import peak_memory_mib, write_record
+from fullrank.progress import progress_bars
+from fullrank.records import mistakes_as_messages, peak_memory_mib, write_record
 from fullrank.training_data import write_training_data
 
 SHOWN = 3
@@ -57,6 +58,8 @@ TINY = {"from_rank": 3, "to_rank": 30, "negatives": 2, "max_tokens": 32}
 
 def task(knobs: Knobs):
     """Returns the pairs to mine for, and the texts to mine in."""
+    if knobs.corpus and not knobs.train:
+        raise SettingError("--corpus goes with --train; the built-in task brings its own corpus")
     if knobs.train:
         return read_training_data(knobs.train), list(read_corpus(knobs.corpus).values()) if knobs.corpus else []
     sizes = {"within": ("email", "json")} if knobs.tiny else {"n_documents": 2_000, "n_queries": 700}
@@ -103,4 +106,5 @@ def _line(text: str) -> str:
 
 if __name__ == "__main__":
     (parsed,) = HfArgumentParser(Knobs, description=__doc__).parse_args_into_dataclasses()
-    main(replace(parsed, **TINY) if parsed.tiny else parsed)
+    with mistakes_as_messages():
+        main(replace(parsed, **TINY) if parsed.tiny else parsed)

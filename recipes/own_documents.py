@@ -28,11 +28,12 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from fullrank import TrainingExample, evaluate, load_golden
+from fullrank._errors import DataError, SettingError
 from fullrank.checks import normalise
 from fullrank.demo import packaged_model
 from fullrank.documents import Section, held_out_documents, read_documents, read_questions
 from fullrank.models import load_sentence_transformer
-from fullrank.records import peak_memory_mib, write_record
+from fullrank.records import mistakes_as_messages, peak_memory_mib, write_record
 from fullrank.report import findings_text, result_table
 from fullrank.sources import Problems, read_objects
 from fullrank.training_data import write_training_data
@@ -70,6 +71,15 @@ def made_up(sections: list[Section], ask: Callable[[str], list[str]] | None) -> 
         for s in sections
         if s.heading and count[normalise(s.heading)] == 1 and len(" ".join(s.chunks.values()).split()) >= MIN_WORDS
     ]
+
+
+def imported(name: str) -> Callable[[str], list[str]]:
+    """Returns the function of ``module:function``."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingError(f"--llm {name}: {error}. Expected module:function that Python can import") from error
 
 
 def unanswerable(knobs: Knobs, n_answerable: int) -> list[dict]:
@@ -116,10 +126,16 @@ def main(knobs: Knobs) -> None:
         python_documents(out / "docs")
     out.mkdir(parents=True, exist_ok=True)
     sections = read_documents(knobs.documents, size=knobs.chunk)
-    module, _, function = (knobs.llm or "").partition(":")
-    queries = made_up(sections, getattr(importlib.import_module(module), function) if module else None)
+    real = read_questions(knobs.queries, sections) if knobs.queries else []
+    queries = made_up(sections, imported(knobs.llm) if knobs.llm else None)
+    if not queries and not real:
+        raise DataError(
+            f"{knobs.documents} has no headings to make queries of (in .md files, each with {MIN_WORDS} words below). "
+            "Give --llm module:function or --queries"
+        )
     documents = {section.document for section in sections}
-    tested = held_out_documents(documents, knobs.held_out)
+    asked = {key.rpartition("#")[0] for row in real for key in row["relevant"]}  # real questions measure as well
+    tested = held_out_documents(documents, knobs.held_out) | asked
     chunks = {key: text for section in sections for key, text in section.chunks.items()}
     write_lines(out / "corpus.jsonl", [{"_id": key, "text": text} for key, text in chunks.items()])
     kind = "llm" if knobs.llm else "heading"
@@ -137,13 +153,19 @@ def main(knobs: Knobs) -> None:
     write_training_data(out / "train.jsonl", [TrainingExample(*pair) for pair in pairs])
     write_lines(out / "synthetic.jsonl", synthetic)
     if knobs.queries:
-        write_lines(out / "real.jsonl", read_questions(knobs.queries, sections))
+        write_lines(out / "real.jsonl", real)
     print(f"{len(documents)} documents, {len(chunks)} chunks, {len(pairs)} training pairs")
+    if not pairs:
+        print(
+            f"Nothing to train on: {len(tested)} of {len(documents)} documents are held out. Add documents with "
+            "headings, lower --held_out, ask about fewer of them in --queries, or give --llm"
+        )
 
     model = load_sentence_transformer(knobs.model or str(packaged_model()))
     model.max_seq_length = 64 if knobs.tiny else model.max_seq_length
     record = {"settings": asdict(knobs), "chunks": len(chunks), "pairs": len(pairs)}
-    for name in ("synthetic", "real") if knobs.queries else ("synthetic",):  # never in one mean
+    answered = {"synthetic": synthetic, "real": real}
+    for name in (name for name, rows in answered.items() if any(row["relevant"] for row in rows)):  # never in one mean
         golden = load_golden(out / f"{name}.jsonl")
         print(findings_text(golden.check(train_pairs=pairs)))
         result = evaluate(model, golden)
@@ -156,4 +178,5 @@ def main(knobs: Knobs) -> None:
 
 if __name__ == "__main__":
     (parsed,) = HfArgumentParser(Knobs, description=__doc__).parse_args_into_dataclasses()
-    main(parsed)
+    with mistakes_as_messages():
+        main(parsed)

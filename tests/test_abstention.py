@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullrank import Result
+from fullrank import GoldenSet, Result, evaluate_embeddings
 from fullrank._errors import DataError, SettingError
-from fullrank.abstention import abstention, threshold_for
+from fullrank.abstention import abstention, threshold_for, threshold_text
 
 
 def make_result(answerable, unanswerable, *, right=None, groups=None):
@@ -213,3 +213,26 @@ def test_of_a_real_evaluation(tiny_st, tiny_golden):
     assert len(found.answerable) == 15
     assert len(found.unanswerable) == 1
     assert 0 <= found.auroc <= 1
+
+
+def test_the_threshold_is_printed_with_the_digits_that_it_takes():
+    found = abstention(make_result([0.91229 + i / 1e5 for i in range(9)], [0.91224 + i / 1e5 for i in range(9)]))
+    cut = threshold_for(found)
+    shown = float(threshold_text(found, cut))
+    assert float(np.mean(found.unanswerable >= float(f"{cut.value:.4g}"))) > 0.05  # four digits would not do
+    assert np.mean(found.unanswerable >= shown) == cut.false_answer_rate
+    assert np.mean(found.answerable >= shown) == cut.answer_rate
+    easy = abstention(make_result([0.9, 0.8], [0.1]))
+    assert threshold_text(easy, threshold_for(easy)) == "0.8"
+
+
+def test_a_tie_that_goes_on_behind_the_list_counts_as_a_whole():
+    golden = GoldenSet(
+        {f"q{i}": "x" for i in range(20)},
+        {f"d{i:04d}": f"t{i}" for i in range(1000)},
+        {f"q{i}": {"d0003": 1} if i < 15 else {} for i in range(20)},
+        name="all alike",
+    )
+    result = evaluate_embeddings(np.ones((20, 4), "float32"), np.ones((1000, 4), "float32"), golden)
+    assert len(result.hits["q0"]) < 1000
+    assert abstention(result).correct.tolist() == pytest.approx([1 / 1000] * 15)

@@ -40,6 +40,12 @@ def test_the_section_says_what_chose_on_what_and_how_sure_that_is(result):
     assert "fullrank eval . --data GOLDEN_SET_FOLDER --metrics recall@1,mrr@10\n" in text
 
 
+def test_guards_and_the_split_stand_there(result):
+    text = card_section("recall@1", result, golden="dev", step=4, split="dev", guards=[("faq", "ndcg@10", 0.02)])
+    assert "did not fall further below the base model than: `ndcg@10` on `faq` at most 2 points." in text
+    assert "--data GOLDEN_SET_FOLDER --split dev --metrics" in text
+
+
 def test_a_confirmed_number_stands_beside_it(result):
     text = card_section("recall@1", result, golden="dev", step=4, confirmed=("test", result, None))
     assert "| this model, confirmed | `test` |" in text

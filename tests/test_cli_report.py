@@ -70,6 +70,27 @@ def test_report_writes_both_forms_and_says_the_verdict(golden_folder, results, r
     assert (here / "out" / "r.md").read_text().startswith("## tuned against base")
 
 
+def test_no_output_is_written_over_a_source_or_another(golden_folder, results, run_main, here):
+    results()
+    before = (here / "base.json").read_bytes()
+    code, _, err = run_main("report", "base.json", "--html", "./base.json")
+    assert code == 2
+    assert "base.json is read by this command and would be written over; name another file" in err
+    assert (here / "base.json").read_bytes() == before
+    code, _, err = run_main("report", "base.json", "--html", "x.md", "--markdown", "x.md")
+    assert (code, (here / "x.md").exists()) == (2, False)
+    assert "x.md is written by this command and would be written over" in err
+
+
+def test_report_as_json_carries_the_threshold(golden_folder, results, run_main):
+    results()
+    _, out, _ = run_main("report", "base.json", "--json")
+    threshold = json.loads(out)["threshold"]
+    assert threshold["target"] == 0.05
+    assert threshold["false_answer_rate"] == 0
+    assert threshold["value"] > 0.5
+
+
 def test_report_as_json_and_its_default_file(golden_folder, results, run_main, here):
     results()
     code, out, err = run_main("report", "base.json", "--json")

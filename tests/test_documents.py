@@ -1,6 +1,8 @@
 """Documents become chunks under their headings; the split goes by document; questions find their chunks."""
 
 import json
+import os
+import time
 
 import pytest
 from hypothesis import given
@@ -23,6 +25,31 @@ def test_headings_part_a_text_and_fenced_code_does_not():
     ]
     assert sections_of("plain\ntext") == [("", "plain\ntext")]
     assert sections_of(" \n") == []
+
+
+def test_underlined_lines_are_headings():
+    assert sections_of("Title\n=====\nbody\n\nSub\n---\nmore\n\n---\nend") == [
+        ("Title", "body"),
+        ("Title: Sub", "more\n\n---\nend"),
+    ]
+    for text in ("- item\n---", "two\nlines\n---", "| a |\n---", "    code\n---", "---\ntitle: x\n---\ntext"):
+        assert sections_of(text) == [("", text.strip())]
+    assert sections_of("# C#\nx") == [("C#", "x")]
+
+
+def test_headings_are_read_in_linear_time():
+    start = time.perf_counter()
+    for line in ("# a" + " " * 100_000 + "b", "# " + " #" * 50_000 + "b", "# " + "#" * 100_000, "-" * 100_000):
+        sections_of(f"{line}\ntext")
+    assert time.perf_counter() - start < 2
+
+
+def test_text_files_have_no_headings_and_names_need_be_no_text(tmp_path):
+    pytest.importorskip("semantic_text_splitter")
+    (tmp_path / "a.txt").write_text("# no heading\ntext")
+    (tmp_path / os.fsdecode(b"caf\xe9.md")).write_text("# H\nbody")
+    sections = read_documents(tmp_path)
+    assert [(s.document, s.heading) for s in sections] == [("a.txt", ""), ("caf\\udce9.md", "H")]
 
 
 def test_a_folder_is_read_in_chunks(tmp_path):

@@ -248,6 +248,32 @@ def test_the_files_must_be_of_the_kinds_that_are_known(tmp_path, golden_file):
         merge_labels(golden_file, labels(tmp_path / "only.csv", []), out=tmp_path / "new.jsonl")
 
 
+def test_marks_line_ends_and_numbers_of_other_lines_stay(tmp_path, golden_file):
+    lines = [json.loads(line) for line in golden_file.read_text().splitlines() if line.strip()]
+    lines[1]["extra"] = "NUMBER"
+    texts = [json.dumps(line).replace('"NUMBER"', "1.50E+1") for line in lines]
+    golden_file.write_bytes(("\ufeff" + "\r\n".join(texts)).encode())
+    pair = f"{lines[0]['id']},d2,1"
+    merge_labels(golden_file, labels(tmp_path / "l.csv", [pair]), out=tmp_path / "new.jsonl")
+    before, after = golden_file.read_bytes().split(b"\n"), (tmp_path / "new.jsonl").read_bytes().split(b"\n")
+    assert after[1:] == before[1:]
+    assert after[0].startswith(b"\xef\xbb\xbf{")
+    assert after[0].endswith(b"}\r")
+    assert json.loads(after[0].decode("utf-8-sig")) != json.loads(before[0].decode("utf-8-sig"))
+
+
+def test_judgements_with_windows_line_ends_keep_them(tmp_path):
+    folder = tmp_path / "beir"
+    (folder / "qrels").mkdir(parents=True)
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"_id": d, "text": t}) + "\n" for d, t in CORPUS.items()))
+    (folder / "queries.jsonl").write_text('{"_id": "q1", "text": "one"}\n')
+    old = b"query-id\tcorpus-id\tscore\r\nq1\td1\t1\r\n"
+    (folder / "qrels" / "test.tsv").write_bytes(old)
+    out = folder / "qrels" / "labelled.tsv"
+    merge_labels(folder / "qrels" / "test.tsv", labels(tmp_path / "l.csv", ["q1,d2,0"]), out=out)
+    assert out.read_bytes() == old + b"q1\td2\t0\r\n"
+
+
 def test_judgements_of_a_beir_folder(tmp_path):
     folder = tmp_path / "beir"
     (folder / "qrels").mkdir(parents=True)

@@ -18,6 +18,7 @@ ABOVE_TORCH = [
     "metrics",
     "settings",
     "stats",
+    "resultfile",
     "result",
     "comparison",
     "changes",

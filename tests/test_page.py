@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullrank import Finding, GoldenSet, Result
+from fullrank import BestStore, Finding, GoldenSet, Result
 from fullrank._errors import DataError, MissingExtraError, SettingError
 from fullrank.checkpoints import Evaluation
 from fullrank.journal import result_name
 from fullrank.page import _templates, write_report
+from fullrank.pagerows import group_rows, percent
 from fullrank.runfolder import read_run_folder
 
 NASTY = [
@@ -338,6 +339,96 @@ def test_a_step_of_an_abandoned_branch_is_no_point_of_the_curve(tmp_path):
     assert line.count(" L ") == 2
 
 
+def rewritten(folder, change):
+    """Changes the lines of a journal."""
+    path = folder / "fullrank" / "history.jsonl"
+    lines = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_weighted_sum_is_shown_as_one(tmp_path):
+    folder = write_run(tmp_path / "run", [0.3, 0.8], sets=("faq", "dev"))
+    rewritten(folder, lambda lines: [{**line, "score": line["score"] / 2 + 0.1} for line in lines])
+    rule = {"select": {"faq/recall@1": 0.3, "dev/ndcg@10": 0.7}}
+    (folder / "fullrank" / "rules.json").write_text(json.dumps(rule))
+    run = read_run_folder(folder)
+    before, after = (line.score for line in run.history)
+    assert (run.metric, run.best.provenance["name"]) == ("ndcg@10", "dev")
+    page, _ = page_of(folder, tmp_path)
+    assert f"Best: step 10 by objective: {before:.4f} -> {after:.4f}. Of it dev/ndcg@10: +" in page.text
+
+
+def test_a_base_model_that_was_not_scored_is_not_said_to_be_beaten(tmp_path):
+    folder = write_run(tmp_path / "run", [0.3, 0.8])
+    rewritten(folder, lambda lines: lines[1:])
+    assert "The base model was not scored in this run" in page_of(folder, tmp_path)[0].text
+
+
+def test_a_step_that_a_guard_blocked_is_said_to_have_scored_higher(tmp_path):
+    folder = write_run(tmp_path / "run", [0.5, 0.9, 0.3])
+    (folder / "fullrank" / "guards.json").write_text('{"guard/faq/ndcg@10": 0.6}')
+
+    def blocked(lines):
+        lines[1] |= {"note": "not eligible", "metrics": lines[1]["metrics"] | {"guard/faq/ndcg@10": 0.5}}
+        return lines
+
+    rewritten(folder, blocked)
+    score = read_run_folder(folder).history[1].score
+    page, text = page_of(folder, tmp_path)
+    assert "Nothing beat the base model: no eligible step scored a higher recall@1 than step 0" in page.text
+    assert (
+        f"Step 10 scored higher, recall@1 {score:.4f}, but was not eligible: guard/faq/ndcg@10 0.5000 lies below its "
+        "floor 0.6000. Step 0 is the best eligible one."
+    ) in page.text
+    assert "floor 0.6000" in text  # without any option
+    said = "warning: step 10 lost 9.00 points of ndcg@10 on 'faq'; 2 are allowed, so it is not eligible. Try less."
+    rewritten(folder, lambda lines: [lines[0], lines[1] | {"findings": [said]}, lines[2]])
+    assert "but was not eligible: step 10 lost 9.00 points of ndcg@10 on 'faq'; 2" in page_of(folder, tmp_path)[0].text
+
+
+def test_the_number_that_was_not_chosen_by_is_the_headline(tmp_path):
+    folder = write_run(tmp_path / "run", [0.3, 0.8])
+    make_result(0.4, seed=7, name="test").save(folder / "fullrank" / "confirm-base.json")
+    assert "Confirmed" not in page_of(folder, tmp_path)[0].text
+    now = make_result(0.7, seed=8, name="test")
+    now.save(folder / "fullrank" / "confirm.json")
+    low, high = now.ci("recall@1")
+    says = f"Confirmed on 'test', which did not choose: recall@1 {now['recall@1']:.4f} [{low:.3f}, {high:.3f}], +"
+    page, text = page_of(folder, tmp_path)
+    assert page.text.index(says) < page.text.index("Best: step 10")
+    assert "Golden set test, which did not choose" in page.text
+    assert "recall@1, confirmed" in page.text
+    assert errors_of(text) == []
+    markdown = html.unescape(write_report(folder, tmp_path / "out.md").read_text())
+    assert markdown.splitlines()[2].startswith(f"**{says}")
+
+
+def test_the_best_of_an_abandoned_branch_keeps_its_own_line(tmp_path):
+    """Resumed at step 0: step 10 was evaluated again, and its file is that of the second time."""
+    folder = write_run(tmp_path / "run", [0.3, 0.1, 0.2])
+    home, best = folder / "fullrank", make_result(0.9, seed=9)
+    store = BestStore(home / "best")
+    store.offer(10, best["recall@1"], lambda path: best.save(path / result_name("result", "set")))
+    gone = {"step": 10, "epoch": 1.0, "status": "ok", "score": best["recall@1"], "metrics": best.metrics}
+    rewritten(folder, lambda lines: [lines[0], {**gone, "seconds": 1.0, "note": "abandoned branch"}, *lines[1:]])
+    _, text = page_of(folder, tmp_path)
+    low, high = best.ci("recall@1")
+    (row,) = re.findall(r'<tr class="best">.*?</tr>', text)
+    assert f"{best['recall@1']:.4f}" in row
+    assert f"{low:.4f} to {high:.4f}" in row
+    assert f">best: step 10, {best['recall@1']:.4f}</text>" in text
+
+
+def test_a_bad_line_of_a_journal_is_a_note(tmp_path):
+    folder = write_run(tmp_path / "run", [0.3, 0.8])
+    path = folder / "fullrank" / "history.jsonl"
+    for bad in ('{"step": 20, "ep', "[" * 100_000):
+        path.write_text(path.read_text().split("\n", 2)[0] + "\n" + path.read_text().split("\n", 2)[1] + f"\n{bad}\n")
+        page, _ = page_of(folder, tmp_path)
+        assert "Best: step 10" in page.text
+        assert "history.jsonl, line 3: not an entry of a journal" in page.text
+
+
 def test_names_that_look_like_formulas_are_names(tmp_path):
     """Matplotlib reads text between dollar signs as mathematics, and raises where it is none."""
     odd = r"a $\frac{$ b $x_1^2$"
@@ -382,6 +473,67 @@ def test_results_of_other_data_are_shown_and_not_compared(tmp_path):
     assert "not compared: the two results differ in data" in page.text
     assert "Wins and losses" not in page.text
     assert errors_of(text) == []
+
+
+def test_a_bad_file_of_several_is_a_note(tmp_path):
+    files = [make_result(s, seed=i).save(tmp_path / f"{i}.json") for i, s in enumerate([0.3, 0.8])]
+    (tmp_path / "bad.json").write_text("{")
+    page, _ = page_of([files[0], tmp_path / "bad.json", files[1]], tmp_path)
+    assert "bad.json is not a result file" in page.text
+    assert "better than 0." in page.text
+
+
+def test_files_of_one_name_are_told_apart_by_their_folder(tmp_path):
+    files = []
+    for i, folder in enumerate("ab"):
+        (tmp_path / folder).mkdir()
+        files.append(make_result(0.3 + i / 2, seed=i).save(tmp_path / folder / "result.json"))
+    assert "b/result against a/result" in page_of(files, tmp_path)[0].text
+
+
+def test_one_refused_comparison_does_not_drop_the_others(tmp_path):
+    base, best = (make_result(s, seed=i, metrics=("recall@1", "mrr")) for i, s in enumerate([0.3, 0.8]))
+    base, best = (
+        dataclasses.replace(r, provenance={**r.provenance, "truncated_run": cut})
+        for r, cut in ((base, False), (best, True))
+    )
+    page, _ = page_of([base, best], tmp_path)
+    assert "mrr not compared: the two results differ in truncated_run; evaluate both on the same data" in page.text
+    assert "recall@1: +" in page.text
+    assert "allow" not in page.text
+
+
+def test_query_types_are_those_of_one_result(tmp_path):
+    base, best = make_result(0.3, seed=1), make_result(0.8)
+    moved = dict.fromkeys(base.query_ids, "a") | {base.query_ids[0]: "b"}
+    base, best = (
+        dataclasses.replace(base, groups=moved),
+        dataclasses.replace(best, groups=dict.fromkeys(best.query_ids, "a")),
+    )
+    (row,) = group_rows(base, best, "recall@1")
+    assert (row["base"], row["best"]) == (base["recall@1"], best["recall@1"])
+    assert row["delta"] == pytest.approx(100 * (row["best"] - row["base"]))
+
+
+def test_names_with_signs_that_no_page_can_hold(tmp_path):
+    for name in ("a\x01b", "a\udcffb"):
+        _, text = page_of([make_result(0.3), make_result(0.8, name=name)], tmp_path)
+        assert "a\ufffdb</text>" in text
+
+
+def test_percentages_keep_what_matters(tmp_path):
+    assert [percent(x) for x in (0.025, 0.001, 0.5, 1.0, 0.0)] == ["2.5", "0.1", "50", "100", "0"]
+    assert percent(0.99996) == "99.996"
+    page, _ = page_of(make_result(0.5), tmp_path, max_false_answer_rate=0.025)
+    assert "at most 2.5 % of the 12 queries" in page.text
+
+
+def test_values_of_bounds_stand_without_an_interval(tmp_path):
+    bound = make_result(0.8, bound=True)
+    bound.counts["n_ranked"] = 90
+    text = write_report([make_result(0.3), bound], tmp_path / "out.md").read_text()
+    assert f"| &lt;= {bound['recall@1']:.4f} | – |" in text
+    assert f"<= {bound['recall@1']:.4f}" in page_of(bound, tmp_path)[0].text
 
 
 def test_bounds_are_called_bounds(tmp_path):

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fullrank import Result, load_golden, read_training_data
+from fullrank._errors import SettingError
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 FILES = sorted(RECIPES.glob("*.py"))
@@ -99,8 +101,82 @@ def test_a_golden_set_without_training_data_does_not_train_on_the_built_in_task(
     recipe = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = recipe  # dataclasses look their module up
     spec.loader.exec_module(recipe)
-    with pytest.raises(SystemExit, match="give --train as well"):
+    with pytest.raises(SettingError, match="give --train as well"):
         recipe.task(recipe.Knobs(data="beir/mine"))
+    with pytest.raises(SettingError, match="give --data as well"):
+        recipe.task(recipe.Knobs(train="pairs.jsonl"))
+
+
+def few(folder):
+    """Writes 3 training pairs and a golden set of them."""
+    pairs = [{"query": f"what is {row['title']}", "positive": row["text"]} for row in GENERAL[:3]]
+    (folder / "few.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GENERAL))
+    rows = [{"id": row["_id"], "query": row["title"], "relevant": [row["_id"]]} for row in GENERAL]
+    (folder / "golden.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            "lora_sentence_transformers --data golden.jsonl --train few.jsonl",
+            "3 training examples do not fill one batch",
+        ),
+        ("lora_decoder_hf_trainer --data golden.jsonl --train few.jsonl", "3 training examples do not fill one batch"),
+        ("accelerate_loop --data golden.jsonl --train few.jsonl", "3 training examples do not fill one batch of"),
+        ("lora_sentence_transformers --data golden.jsonl --train gone.jsonl", "gone.jsonl"),
+        ("lora_sentence_transformers --tiny --resume", "runs/lora holds no checkpoint to --resume from"),
+        ("lora_sentence_transformers --tiny --negatives 2", "has hard negatives, and 2 a row are asked for"),
+        ("mine_hard_negatives --corpus corpus.jsonl", "--corpus goes with --train"),
+        ("own_documents --documents docs --llm nomodule", "--llm nomodule: "),
+        ("own_documents --documents plain", "plain has no headings to make queries of"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(command, says, tmp_path, monkeypatch, capsys):
+    few(tmp_path)
+    for folder, text in (("docs", "# A heading\none two three four five six"), ("plain", "one two three four five")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.md").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    name, *options = command.split()
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
+    err = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert err.splitlines()[-1].startswith("error: ") or len(err.splitlines()) > 1
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_documents_of_real_questions_are_not_trained_on(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("semantic_text_splitter")
+    (tmp_path / "docs").mkdir()
+    names = [f"d{i}.md" for i in range(6)]
+    for i, name in enumerate(names):
+        (tmp_path / "docs" / name).write_text(f"# Heading number {i}\nOne two three four five {i}.")
+    monkeypatch.chdir(tmp_path)
+
+    def pairs(asked):
+        rows = [{"query": f"what of {name}", "document": name} for name in asked]
+        (tmp_path / "real.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        monkeypatch.setattr(sys, "argv", ["own_documents", "--queries", "real.jsonl"])
+        runpy.run_path(str(RECIPES / "own_documents.py"), run_name="__main__")
+        lines = (tmp_path / "runs/documents/train.jsonl").read_text().splitlines()
+        return {json.loads(line)["query"] for line in lines}
+
+    trained = pairs(["d0.md"])
+    free = next(query for query in sorted(trained))
+    assert trained
+    assert free not in pairs([f"d{free[-1]}.md"])
+    assert pairs(names) == set()
+    assert "Nothing to train on: 6 of 6 documents are held out" in capsys.readouterr().out
+
+
+def test_a_metric_that_is_not_a_usual_one_can_choose_in_the_bare_loop(tmp_path):
+    _, record = run("accelerate_loop", "--select", "ndcg@3", cwd=tmp_path)
+    assert record["metric"] == "ndcg@3"
 
 
 def test_make_recipes_runs_all_of_them():

@@ -469,3 +469,41 @@ def test_5_percent_is_exact():
         for k in (n // 20, n // 20 + 1):
             if k >= 2:
                 assert bool(vacuous_cutoffs([Metric("hit", k)], n)) == (20 * k >= n), (k, n)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metrics", {"recall@1": "x"}),
+        ("metrics", [1]),
+        ("per_query", {"mrr": [[1.0]]}),
+        ("query_ids", "abcd"),
+        ("counts", {"n_documents": "many"}),
+        ("hits", {"q": [["d", 1, 2]]}),
+        ("qrels", {"q": {"d": "1"}}),
+        ("queries", {"q": 3}),
+        ("groups", None),
+        ("relevant_from", "1"),
+        ("timing", {"encode": None}),
+        ("provenance", [1]),
+        ("findings", [{"kind": "x"}]),
+        ("tie_rate", True),
+        ("collapsed", 0),
+        ("mean_cosine", "0.5"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named(tmp_path, name, value):
+    path = make().save(tmp_path / "r.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(DataError, match=rf"r\.json is not a whole result file: ({name} is |metric ')"):
+        Result.load(path)
+
+
+def test_a_metric_without_values_and_a_deep_file_are_refused(tmp_path):
+    path = make().save(tmp_path / "r.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "per_query": {}}))
+    with pytest.raises(DataError, match="per_query has no '"):
+        Result.load(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"r\.json is not a result file"):
+        Result.load(path)

@@ -15,7 +15,15 @@ from fullrank._errors import DataError, SettingError
 from fullrank.result import Result
 from fullrank.stats import N_RESAMPLES, Interval, mean_interval
 
-__all__ = ["MAX_FALSE_ANSWER_RATE", "Abstention", "GroupRates", "Threshold", "abstention", "threshold_for"]
+__all__ = [
+    "MAX_FALSE_ANSWER_RATE",
+    "Abstention",
+    "GroupRates",
+    "Threshold",
+    "abstention",
+    "threshold_for",
+    "threshold_text",
+]
 
 Scores = NDArray[np.float64]
 
@@ -28,7 +36,8 @@ class Abstention:
 
     Attributes:
         answerable, unanswerable: top scores ([a] and [u]); -inf for a query that retrieved nothing.
-        correct: share of the documents tied on top that are relevant ([a]); 1 or 0 where nothing ties.
+        correct: share of the documents tied on top that are relevant ([a]); 1 or 0 where nothing ties. Where more
+            tie than are listed, it is what precision@1, hit@1 or recall@1 say; without any of them, of those listed.
         answerable_ids, unanswerable_ids: their queries.
         groups: ``{query id: query type}``.
         thresholds: every top score that occurs, rising, and one above all ([t]), at which nothing is answered.
@@ -122,7 +131,7 @@ def abstention(result: Result, *, level: float = 0.95, seed: int = 0, n_resample
     if not any(result.hits.values()):
         raise DataError("the result holds no ranked lists, so there is no top score; evaluate again and save all of it")
     answerable, unanswerable = _top(result, result.query_ids), _top(result, unanswerable_ids)
-    correct = np.array([_correct(result, qid) for qid in result.query_ids])
+    correct = np.array([_correct(result, qid, i) for i, qid in enumerate(result.query_ids)])
     thresholds = _thresholds(answerable, unanswerable)
     answered = _rate(answerable, np.ones(len(answerable)), thresholds)
     return Abstention(
@@ -178,14 +187,28 @@ def threshold_for(
     )
 
 
+def threshold_text(found: Abstention, threshold: Threshold) -> str:
+    """Returns the threshold with as many digits, 4 at least, as answer the very queries that it answers itself."""
+    scores = np.concatenate([found.answerable, found.unanswerable])
+    answered = scores >= threshold.value
+    texts = [f"{threshold.value:.{digits}g}" for digits in range(4, 18)]
+    return next((text for text in texts if np.array_equal(scores >= float(text), answered)), texts[-1])
+
+
 def _top(result: Result, query_ids: Sequence[str]) -> Scores:
     return np.array([hits[0][1] if (hits := result.hits.get(qid)) else -math.inf for qid in query_ids])
 
 
-def _correct(result: Result, qid: str) -> float:
+def _correct(result: Result, qid: str, place: int) -> float:
     hits, grades = result.hits.get(qid, []), result.qrels.get(qid, {})
     floor = max(result.relevant_from, np.nextafter(0.0, 1.0))
     tied = [grades.get(doc_id, 0) >= floor for doc_id, score in hits if score == hits[0][1]]
+    if 1 < len(tied) == len(hits) < result.counts.get("n_documents", 0) and result.provenance.get("ties") == "expected":
+        # The list ends within the tie; these count all of it.
+        n_relevant = sum(grade >= floor for grade in grades.values())
+        for name, factor in (("precision@1", 1), ("hit@1", 1), ("recall@1", n_relevant)):
+            if name in result.per_query:
+                return min(1.0, float(result.per_query[name][place]) * factor)
     return sum(tied) / len(tied) if tied else 0.0
 
 

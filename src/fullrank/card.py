@@ -3,6 +3,7 @@
 Promise: Markdown as a pure function of results; names and ids stand there as text, whatever they contain.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,8 @@ def card_section(
     confirmed: tuple[str, Result, Result | None] | None = None,
     among: str = "the run's evaluations",
     folder: str = ".",
+    split: str | None = None,
+    guards: Sequence[tuple[str, str, float]] = (),
 ) -> str:
     """Returns the section of a card that says how the model was chosen.
 
@@ -52,6 +55,8 @@ def card_section(
         confirmed: the second golden set, the chosen model's result on it and the base model's.
         among: which scores it is the highest of.
         folder: of the model, for the command.
+        split: of the golden set, for the command.
+        guards: (golden set, metric, how far it might fall below the base model) of what had to be kept.
     """
     n = result.counts
     ties = result.provenance.get("ties")
@@ -71,9 +76,15 @@ def card_section(
         name, again, base_again = confirmed
         lines.append(_row("this model, confirmed", name, metric, again))
         lines += [] if base_again is None else [_row("base model (step 0)", name, metric, base_again)]
+    if guards:
+        kept = ", ".join(
+            f"{_code(metric)} on {_code(name)} at most {100 * drop:g} points" for name, metric, drop in guards
+        )
+        lines += ["", f"Only steps were eligible that did not fall further below the base model than: {kept}."]
     flatters = (
         "The highest of several scores flatters" if confirmed is None else "The confirmed score is the honest one"
     )
+    data = "GOLDEN_SET_FOLDER" + ("" if split is None else f" --split {shlex.quote(split)}")
     metrics = ",".join(_first([metric, *result.metrics]))
     lines += [
         "",
@@ -81,7 +92,7 @@ def card_section(
         "To measure again, with the golden set in a folder:",
         "",
         "```console",
-        f"fullrank eval {folder} --data GOLDEN_SET_FOLDER --metrics {metrics}",
+        f"fullrank eval {folder} --data {data} --metrics {metrics}",
         "```",
     ]
     return "\n".join(lines) + "\n"

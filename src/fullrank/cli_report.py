@@ -10,6 +10,7 @@ from fullrank._errors import SettingError
 from fullrank._files import refuse_unwritable, write_atomically
 from fullrank.abstention import MAX_FALSE_ANSWER_RATE
 from fullrank.doors import Split, app
+from fullrank.figures import printable
 from fullrank.labelling import write_holes
 from fullrank.loaders import load_golden
 from fullrank.report import say
@@ -43,9 +44,13 @@ def report(
 
     nothing_named = html is None and markdown is None and holes is None
     wanted = ((Path("report.html") if nothing_named else html, html_page), (markdown, markdown_page))
-    for path in (*(path for path, _ in wanted), holes):
-        if path is not None:
-            refuse_unwritable(path)
+    outputs = [path for path in (*(path for path, _ in wanted), holes) if path is not None]
+    taken = {Path(name).resolve(): "is read" for name in (*source, *([] if data is None else [data]))}
+    for path in outputs:
+        refuse_unwritable(path)
+        if (place := path.resolve()) in taken:
+            raise SettingError(f"{path} {taken[place]} by this command and would be written over; name another file")
+        taken[place] = "is written"
     golden = None if data is None else load_golden(data, split)
     run = read_source(source, metric=metric)
     content = page_data(run, golden=golden, max_false_answer_rate=max_false_answers)
@@ -57,9 +62,15 @@ def report(
         written.append(write_holes(shown, holes, golden=golden))
     if as_json:
         files = [str(path) for path in written]
-        say(json.dumps({"verdict": content.verdict, "metrics": content.metrics, "written": files}))
+        cut = content.abstention and content.abstention["threshold"]
+        names = ("value", "target", "false_answer_rate", "answer_rate", "correct_answer_rate")
+        threshold = cut and {name: getattr(cut, name) for name in names}
+        body = {"verdict": content.verdict, "headline": content.headline, "metrics": content.metrics}
+        say(json.dumps({**body, "threshold": threshold, "notes": content.notes, "written": files}))
         return
-    say(content.verdict)
+    for text in (content.headline, content.verdict, *(f"note: {note}" for note in content.notes)):
+        if text:
+            say(printable(text))
     for path in written:
         say(f"written: {path}")
 

@@ -20,7 +20,10 @@ __all__ = ["Section", "held_out_documents", "read_documents", "read_questions", 
 
 SUFFIXES = (".md", ".markdown", ".txt")
 MAX_BYTES = 10 << 20
-_HEADING = re.compile(r" {0,3}#{1,6}\s+(.+?)\s*#*\s*")
+_HEADING = re.compile(r" {0,3}#{1,6}[ \t]+(\S.*)")
+_UNDERLINE = re.compile(r" {0,3}(=+|-+)[ \t]*")
+_NO_TITLE = re.compile(r"[ \t]*([-+*>|]|\d+[.)])|    |\t|[ \t]*$")
+"""Lines that an underline makes no heading of: of lists, quotes, tables and code, and empty ones."""
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 _QUESTIONS = (
     'Expected one JSON object a line: {"query": "...", "document": "file.md" or null, "contains": "..."}; contains may '
@@ -44,31 +47,63 @@ class Section:
 
 
 def sections_of(text: str) -> list[tuple[str, str]]:
-    """Returns (heading, body) of a Markdown text, in order; a heading inside fenced code is none.
+    """Returns (heading, body) of a Markdown text, in order; a heading inside fenced code or front matter is none.
+
+    Headings are lines that begin with ``#``, and lines of their own that are underlined with ``===`` or ``---``.
 
     >>> sections_of("# Cats\\nAn animal.\\n## Food\\nMice.")
     [('Cats', 'An animal.'), ('Cats: Food', 'Mice.')]
     """
     found: list[tuple[str, list[str]]] = [("", [])]
     title = fence = ""
-    for line in text.splitlines():
+    lines = text.splitlines()
+    in_front = _front_matter(lines)
+    found[-1][1].extend(lines[:in_front])
+    for line in lines[in_front:]:
         mark = _FENCE.match(line)
         if mark and not fence:
             fence = mark[1]
         elif mark and mark[1].startswith(fence):
             fence = ""
-        heading = None if fence or mark else _HEADING.fullmatch(line)
-        if heading is None:
-            found[-1][1].append(line)
+        heading = "" if fence or mark else _heading(line)
+        body = found[-1][1]
+        if not heading and not fence and not mark and _underlines(line, body[in_front if len(found) == 1 else 0 :]):
+            heading = body.pop().strip()
+        if not heading:
+            body.append(line)
         else:
-            found.append((f"{title}: {heading[1]}" if title else heading[1], []))
-            title = title or heading[1]
+            found.append((f"{title}: {heading}" if title else heading, []))
+            title = title or heading
     whole = ((heading, "\n".join(body).strip()) for heading, body in found)
     return [(heading, body) for heading, body in whole if body]
 
 
+def _front_matter(lines: Sequence[str]) -> int:
+    """Returns how many lines stand between two lines of ``---`` at the very beginning, these counted in."""
+    if not lines or lines[0].rstrip() != "---":
+        return 0
+    return next((n for n, line in enumerate(lines[1:], 2) if line.rstrip() == "---"), 0)
+
+
+def _heading(line: str) -> str:
+    """Returns the text of a line that begins with ``#``, without the ``#`` that may close it; else nothing."""
+    found = _HEADING.fullmatch(line)
+    text = found[1].rstrip() if found else ""
+    bare = text.rstrip("#")
+    return bare.rstrip() if not bare or bare[-1].isspace() else text
+
+
+def _underlines(line: str, body: Sequence[str]) -> bool:
+    """Returns whether a line makes the one before it, a paragraph of its own, a heading."""
+    if not body or not _UNDERLINE.fullmatch(line):
+        return False
+    return _NO_TITLE.match(body[-1]) is None and (len(body) == 1 or not body[-2].strip())
+
+
 def read_documents(folder: str | Path, *, size: int = 800) -> list[Section]:
     """Returns the sections of all ``.md``, ``.markdown`` and ``.txt`` files below ``folder``, in chunks.
+
+    A ``.txt`` file has no headings.
 
     Args:
         folder: is searched with all folders in it, by name.
@@ -99,7 +134,8 @@ def _sections(path: Path, name: str, splitter: Any) -> Iterator[Section]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 (byte at offset {error.start}); save it as UTF-8") from error
     n = 0
-    for heading, body in sections_of(text):
+    name = name.encode("utf-8", "backslashreplace").decode()  # a file name may be no text
+    for heading, body in [("", text.strip())] if path.suffix.lower() == ".txt" else sections_of(text):
         texts = splitter.chunks(body)
         yield Section(name, heading, {f"{name}#{n + i}": chunk for i, chunk in enumerate(texts)})
         n += len(texts)

@@ -15,14 +15,17 @@ from xml.etree import ElementTree
 import numpy as np
 
 from fullrank._optional import require
-from fullrank.abstention import Abstention, Threshold
+from fullrank.abstention import Abstention, Threshold, threshold_text
 from fullrank.checkpoints import NOT_ELIGIBLE, Evaluation
 from fullrank.journal import ABANDONED
 from fullrank.objective import POOL
 from fullrank.runfolder import Curve
 from fullrank.stats import Interval
 
-__all__ = ["abstention_figure", "curve_figure", "differences_figure", "guards_figure", "results_figure"]
+__all__ = ["abstention_figure", "curve_figure", "differences_figure", "guards_figure", "printable", "results_figure"]
+
+# Neither HTML nor XML can hold these; half of a surrogate pair cannot be written as UTF-8 at all.
+_UNPRINTABLE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
 
 SVG = "http://www.w3.org/2000/svg"
 # Matplotlib knows no variables: it draws in these colours, which are then replaced in the attributes.
@@ -44,7 +47,7 @@ def curve_figure(
     label: str,
     intervals: Mapping[int, Interval],
     curves: Mapping[str, Curve],
-    best_step: int | None,
+    best: Evaluation | None,
 ) -> str:
     """Returns the objective over steps with its interval, base line, best and failed steps.
 
@@ -55,7 +58,7 @@ def curve_figure(
     top = axes[0]
     scored = _thinned(
         [(e.step, e.score) for e in history if e.status == "ok" and e.score is not None and e.note != ABANDONED],
-        best_step,
+        None if best is None else best.step,
     )
     steps, scores = [s for s, _ in scored], [v for _, v in scored]
     banded = sorted(intervals)
@@ -69,10 +72,9 @@ def curve_figure(
     base = next((e.score for e in history if e.step == 0 and e.status == "ok"), None)
     if base is not None:
         top.axhline(base, color=BASE, linestyle="--", linewidth=1.2, label=f"base model {base:.4f}")
-    best = next((e.score for e in history if e.step == best_step and e.score is not None), None)
-    if best_step is not None and best is not None:
-        text = f"best: step {best_step}, {best:.4f}"
-        top.plot([best_step], [best], color=GOOD, marker="*", markersize=15, linestyle="none", label=text)
+    if best is not None and best.score is not None:
+        text = f"best: step {best.step}, {best.score:.4f}"
+        top.plot([best.step], [best.score], color=GOOD, marker="*", markersize=15, linestyle="none", label=text)
     failed = [e.step for e in history if e.status == "failed"]
     if failed:
         # On the lower edge of the axes, not at a value: a failed evaluation has none.
@@ -97,7 +99,8 @@ def guards_figure(history: Sequence[Evaluation], guards: Mapping[str, float], be
     """Returns the guards over steps, each with its floor as a broken line."""
     figure, axes = _figure(0.6 + 1.6 * len(guards), rows=len(guards), ratios=[1.0] * len(guards))
     for axis, (name, floor) in zip(axes, guards.items(), strict=True):
-        points = [(e.step, e.metrics[name]) for e in history if e.status == "ok" and name in e.metrics]
+        current = [e for e in history if e.note != ABANDONED]
+        points = [(e.step, e.metrics[name]) for e in current if e.status == "ok" and name in e.metrics]
         if points:
             x, y = zip(*_thinned(points, best_step), strict=True)
             axis.plot(x, y, color=MAIN, marker="o", markersize=3.5, label=name)
@@ -154,7 +157,7 @@ def abstention_figure(found: Abstention, threshold: Threshold) -> str:
         false, correct, color=GOOD, linewidth=1.8, drawstyle="steps-post", label="answered, right document on top"
     )
     axis.plot([0, 1], [0, 1], color=MUTED, linestyle=":", linewidth=1, label="chance")
-    text = f"threshold {threshold.value:.4g}"
+    text = f"threshold {threshold_text(found, threshold)}"
     axis.axvline(threshold.false_answer_rate, color=BAD, linestyle="--", linewidth=1.2, label=text)
     axis.plot([threshold.false_answer_rate], [threshold.answer_rate], "o", color=BAD, markersize=6)
     axis.set_xlim(-0.01, 1.01)
@@ -163,6 +166,11 @@ def abstention_figure(found: Abstention, threshold: Threshold) -> str:
     axis.set_ylabel("share of answerable queries")
     _legend(axis)
     return _svg(figure, "abstention")
+
+
+def printable(text: str) -> str:
+    """Returns text with a mark in place of every sign that no page can hold."""
+    return text.translate(_UNPRINTABLE)
 
 
 def _rates(found: Abstention) -> tuple[Any, Any, Any]:
@@ -186,7 +194,7 @@ def _thinned(points: list[tuple[Any, Any]], keep: int | None) -> list[tuple[Any,
 
 
 def _cut(name: str, width: int = 42) -> str:
-    return name if len(name) <= width else f"{name[: width - 1]}…"
+    return printable(name if len(name) <= width else f"{name[: width - 1]}…")
 
 
 def _figure(height: float, *, rows: int = 1, ratios: Sequence[float] = (1.0,)) -> tuple[Any, list[Any]]:
@@ -216,6 +224,7 @@ def _svg(figure: Any, prefix: str) -> str:
     matplotlib = require("matplotlib", extra="report")
     for text in figure.findobj(require("matplotlib.text", extra="report").Text):
         text.set_parse_math(False)  # a name may hold a dollar sign
+        text.set_text(printable(text.get_text()))
     file = io.BytesIO()
     options = {"svg.fonttype": "none", "svg.hashsalt": prefix, "font.family": "sans-serif"}
     with warnings.catch_warnings(), matplotlib.rc_context(options):

@@ -17,7 +17,16 @@ from fullrank._files import write_atomically
 from fullrank.checkpoints import Evaluation, Status
 from fullrank.result import Result
 
-__all__ = ["ABANDONED", "FLOORS_FILE", "Journal", "move_aside", "read_history", "read_result", "result_name"]
+__all__ = [
+    "ABANDONED",
+    "FLOORS_FILE",
+    "RULES_FILE",
+    "Journal",
+    "move_aside",
+    "read_history",
+    "read_result",
+    "result_name",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +77,8 @@ class Journal:
             raise DataError(f"{path} cannot be read ({error}); it says by what the run chooses") from error
         if unlike:
             raise DataError(
-                f"this run was begun with {'; '.join(unlike)}: scores by two rules cannot be ranked. Resume with "
-                f"the same ones, or start anew in another output_dir than that of {self.folder}"
+                f"this run was begun with {'; '.join(unlike)}: scores by two rules cannot be ranked. Resume with the "
+                f"same ones, or start anew in another output_dir than that of {self.folder}"
             )
 
     @property
@@ -122,11 +131,15 @@ def move_aside(folder: Path) -> Path | None:
     return target
 
 
-def read_history(path: Path) -> list[Evaluation]:
+def read_history(path: Path, *, notes: list[str] | None = None) -> list[Evaluation]:
     """Returns the evaluations of a ``history.jsonl``, in its order; none where there is no such file.
 
+    Args:
+        path: of the file.
+        notes: where given, a line that is no entry is named here and left out.
+
     Raises:
-        DataError: a line that is no entry of a journal.
+        DataError: a line that is no entry of a journal; with ``notes`` only where none is one.
     """
     if not path.is_file() or not path.stat().st_size:
         return []
@@ -134,8 +147,13 @@ def read_history(path: Path) -> list[Evaluation]:
     for number, text in enumerate(path.read_bytes().removesuffix(b"\n").split(b"\n"), 1):
         try:
             lines.append(_evaluation(json.loads(text)))
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: not an entry of a journal ({error})") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            said = f"{path}, line {number}: not an entry of a journal ({error})"
+            if notes is None:
+                raise DataError(said) from error
+            notes.append(said)
+    if notes and not lines:
+        raise DataError(notes[0])
     return lines
 
 

@@ -147,7 +147,7 @@ def merge_labels(
 ) -> Merged:
     """Adds the grades of a labelled file to a golden set, writes it to ``out``, and returns what was done.
 
-    Every other line of the set stays as it is, byte for byte.
+    Every line without a new judgement stays as it is, byte for byte; one with is written anew, as JSON.
 
     Args:
         golden: a golden ``.jsonl``, or the ``.tsv`` of judgements of a BEIR folder.
@@ -264,7 +264,7 @@ def _merged_golden(path: Path, new: Labels) -> str:
         by_query.setdefault(qid, {})[doc_id] = grade
 
     def rewritten(line: str) -> str:
-        row = json.loads(line)
+        row = json.loads(line.removeprefix("\ufeff"))
         added = by_query.get(str(row.get("id", row.get("_id"))))
         if not added:
             return line
@@ -273,22 +273,23 @@ def _merged_golden(path: Path, new: Labels) -> str:
             row["relevant"] = [*old, *added]
         else:  # a list has no room for other grades
             row["relevant"] = {**(old if isinstance(old, dict) else dict.fromkeys(map(str, old), 1)), **added}
-        return json.dumps(row, ensure_ascii=False)
+        mark, end = line[: line.startswith("\ufeff")], line[len(line.rstrip("\r")) :]
+        return f"{mark}{json.dumps(row, ensure_ascii=False)}{end}"
 
     return _each_line(path, rewritten)
 
 
 def _merged_tsv(path: Path, new: Labels) -> str:
     text = _each_line(path, lambda line: line)
-    first = text.split("\n", 1)[0].split("\t")
+    head = text.split("\n", 1)[0]
+    first, end = head.removeprefix("\ufeff").rstrip("\r").split("\t"), "\r\n" if head.endswith("\r") else "\n"
     columns = judgement_columns(first)
     if (columns or (0, 1, 2)) != (0, 1, 2) or len(first) != 3:
         raise DataError(f"{path}: expected the three columns query-id, corpus-id, score; found {len(first)}: {first}")
-    rows = [f"{qid}\t{doc_id}\t{grade}\n" for (qid, doc_id), grade in new.items()]
-    return text + "".join(rows)
+    rows = [f"{qid}\t{doc_id}\t{grade}{end}" for (qid, doc_id), grade in new.items()]
+    return text + (end if rows and not text.endswith("\n") else "") + "".join(rows)
 
 
 def _each_line(path: Path, change: Callable[[str], str]) -> str:
-    text = path.read_bytes().decode("utf-8-sig")
-    ends = text if text.endswith("\n") or not text else f"{text}\n"
-    return "".join(change(line) + "\n" if line.strip() else line + "\n" for line in ends.split("\n")[:-1])
+    text = path.read_bytes().decode("utf-8")  # with its mark of the byte order, where it has one
+    return "\n".join(change(line) if line.strip("\ufeff \t\r") else line for line in text.split("\n"))

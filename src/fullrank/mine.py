@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from rich.table import Table
+from rich.text import Text
 
 from fullrank._errors import DataError, SettingError
 from fullrank.checks import normalise
@@ -299,7 +300,7 @@ def golden_from_examples(
 def mined_table(mined: Mined, *, title: str) -> str:
     """Returns the counts as a table: what was found, what was dropped and why."""
     rules, counts = mined.rules, mined.summary()
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title, style="table.title"), title_justify="left")  # a name may look like markup
     table.add_column("")
     table.add_column("", justify="right")
     table.add_column("")

@@ -6,17 +6,20 @@ it holds, and never run; the file is written whole or not at all.
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import fullrank
-from fullrank._errors import SettingError
+from fullrank._errors import DataError, SettingError
 from fullrank._files import write_atomically
 from fullrank._optional import require
 from fullrank.abstention import MAX_FALSE_ANSWER_RATE
 from fullrank.data import GoldenSet
+from fullrank.figures import printable
 from fullrank.pagedata import PageData, page_data
+from fullrank.pagerows import percent
 from fullrank.report import literal
 from fullrank.result import Result
 from fullrank.runfolder import Run, read_run_folder, run_of_results
@@ -24,9 +27,6 @@ from fullrank.runfolder import Run, read_run_folder, run_of_results
 __all__ = ["html_page", "markdown_page", "read_source", "write_report"]
 
 Source = str | os.PathLike[str] | Result | Sequence[str | os.PathLike[str] | Result]
-
-# Neither HTML nor XML can hold these; half of a surrogate pair cannot be written as UTF-8 at all.
-_UNPRINTABLE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
 
 _MARKDOWN = frozenset("\\`*_[]<>|#&~$!")
 """What means something inside a line of Markdown; sentences of ours keep the rest, so that the source can be read."""
@@ -49,7 +49,8 @@ def write_report(
         path: ``.md`` writes Markdown for a pull request, anything else one HTML page.
         golden: gives the texts of the documents, and the findings of its checks.
         metric: what chose; default: what the journal says, or the first metric.
-        guards: floors, ``{"guard/<set>/<metric>": floor}`` as the journal names them; default: those of the run.
+        guards: floors, by the names that the values have in the journal, ``{"guard/<set>/<metric>": floor}`` or
+            ``{"<metric>": floor}``; default: those that the run has written.
         max_false_answer_rate: what the suggested threshold keeps to, see `fullrank.threshold_for`.
 
     Raises:
@@ -75,28 +76,52 @@ def read_source(source: Source, *, metric: str | None = None, guards: Mapping[st
         )
     if folders:
         return read_run_folder(Path(folders[0]), metric=metric, guards=dict(guards or {}))
-    return run_of_results([_named(s, i) for i, s in enumerate(source)], metric=metric)
+    notes: list[str] = []
+    read = [found for i, s in enumerate(source) if (found := _read(s, i, notes)) is not None]
+    if notes and not read:
+        raise DataError(notes[0])
+    names = _told_apart([path for path, _ in read])
+    run = run_of_results([(name, result) for name, (_, result) in zip(names, read, strict=True)], metric=metric)
+    return replace(run, notes=(*notes, *run.notes))
 
 
 def html_page(content: PageData) -> str:
     """Returns the report as one HTML document."""
     template = _templates(autoescape=True).get_template("report.html.j2")
     style = _templates(autoescape=True).loader.get_source(None, "report.css")[0]
-    return _clean(template.render(page=content, style=style, version=fullrank.__version__))
+    return printable(template.render(page=content, style=style, version=fullrank.__version__))
 
 
 def markdown_page(content: PageData) -> str:
     """Returns the report as Markdown for a pull request."""
     text = _templates(autoescape=False).get_template("report.md.j2").render(page=content)
-    lines = _clean(text).splitlines()
+    lines = printable(text).splitlines()
     return "\n".join(line for line, after in zip(lines, [*lines[1:], ""], strict=True) if line or after).strip() + "\n"
 
 
-def _named(source: str | os.PathLike[str] | Result, place: int) -> tuple[str, Result]:
+def _read(source: str | os.PathLike[str] | Result, place: int, notes: list[str]) -> tuple[Path | str, Result] | None:
+    """Returns a result with its name or path; None, and a note, where its file cannot be read."""
     if isinstance(source, Result):
         return str(source.provenance.get("name") or f"result {place + 1}"), source
-    path = Path(source)
-    return path.stem, Result.load(path)
+    try:
+        return Path(source), Result.load(source)
+    except (DataError, OSError) as error:
+        notes.append(str(error) + (": the first of those that follow is the base" if place == 0 else ""))
+        return None
+
+
+def _told_apart(sources: Sequence[Path | str]) -> list[str]:
+    """Returns a name for each: of a file its stem, with as many folders in front as tell it from the others."""
+    names = []
+    for source in sources:
+        if isinstance(source, str):
+            names.append(source)
+            continue
+        parts = (*source.absolute().parts[:-1], source.stem)
+        others = [(*o.absolute().parts[:-1], o.stem) for o in sources if isinstance(o, Path) and o != source]
+        n = next((n for n in range(1, len(parts)) if all(o[-n:] != parts[-n:] for o in others)), len(parts))
+        names.append("/".join(parts[-n:]))
+    return names
 
 
 @cache
@@ -110,9 +135,6 @@ def _templates(*, autoescape: bool) -> Any:
         lstrip_blocks=True,
     )
     environment.filters["literal"] = lambda text, width=None: f"<code>{literal(str(text), width)}</code>"
+    environment.filters["percent"] = percent
     environment.filters["prose"] = lambda text: "".join(f"&#{ord(c)};" if c in _MARKDOWN else c for c in str(text))
     return environment
-
-
-def _clean(text: str) -> str:
-    return text.translate(_UNPRINTABLE)

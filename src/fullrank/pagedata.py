@@ -4,13 +4,14 @@ Promise: every number comes from a result or the journal; a part that cannot be 
 ``notes``; nothing here is escaped, that is the template's work.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fullrank import figures
-from fullrank.abstention import MAX_FALSE_ANSWER_RATE, Abstention, Threshold
+from fullrank.abstention import MAX_FALSE_ANSWER_RATE, Abstention, Threshold, threshold_text
 from fullrank.advice import diverging
-from fullrank.checkpoints import Evaluation
+from fullrank.checkpoints import NOT_ELIGIBLE, Evaluation
 from fullrank.comparison import Comparison
 from fullrank.data import GoldenSet
 from fullrank.gating import fell_beyond
@@ -27,15 +28,17 @@ from fullrank.pagerows import (
     flat,
     group_rows,
     hole_row,
+    percent,
     query_rows,
     swept,
     texts_of,
     value_rows,
     worst_rows,
 )
-from fullrank.report import verdict
+from fullrank.report import confirmation, verdict
 from fullrank.result import Finding, Result
-from fullrank.runfolder import Run
+from fullrank.runfolder import COMPOSITE, Run
+from fullrank.stats import Interval
 
 __all__ = ["PageData", "page_data"]
 
@@ -49,6 +52,7 @@ class PageData:
 
     Attributes:
         title, verdict, tone: heading, sentence, and ``good``, ``bad`` or ``flat``.
+        headline: what a second golden set, which did not choose, says; empty without one.
         tiles: (label, value, remark) of the numbers on top.
         charts: ``{place: {"title", "alt", "svg"}}``.
         metrics: rows of base against best; with one result its values alone.
@@ -71,6 +75,7 @@ class PageData:
     metric: str
     verdict: str
     tone: str
+    headline: str
     tiles: list[tuple[str, str, str]]
     charts: dict[str, Row]
     metrics: list[Row]
@@ -110,6 +115,12 @@ def page_data(
     corpus = texts_of(golden, shown, notes)
     base = run.base if run.base is not run.best else None
     found, rows = compared(base, run.best, run.metric, notes)
+    confirmed: Comparison | None = None
+    confirmed_rows: list[Row] = []
+    if run.confirmed is not None:
+        _, now, before = run.confirmed
+        confirmed, confirmed_rows = compared(before, now, run.metric, notes)
+        confirmed_rows = confirmed_rows or value_rows(now)
     text, tone = _verdict(run, found)
     if shown is not None and shown.bound:
         text += f" {_ranked(shown)}"
@@ -123,11 +134,15 @@ def page_data(
         metric=run.metric,
         verdict=text,
         tone=tone,
+        headline=_headline(run, confirmed),
         tiles=_tiles(run, shown, found),
         charts=charts,
         metrics=rows or (value_rows(shown) if shown else []),
         candidates=candidate_rows(run, notes),
-        others=[(name, compared(b, a, run.metric, notes)[1]) for name, b, a in run.others],
+        others=[
+            *([(f"{run.confirmed[0]}, which did not choose", confirmed_rows)] if run.confirmed else []),
+            *((name, compared(b, a, run.metric, notes)[1]) for name, b, a in run.others),
+        ],
         groups=group_rows(base if found else None, shown, run.metric),
         wins=[change_row(row, run.best, corpus) for row in wins[:CHANGED] if run.best],
         losses=[change_row(row, run.best, corpus) for row in losses[:CHANGED] if run.best],
@@ -161,7 +176,18 @@ def _verdict(run: Run, found: Comparison | None) -> tuple[str, str]:
             return f"One evaluation, of the base model: {run.label} {score:.4f}. Nothing to choose from yet.", "flat"
         if run.best_step is None or not run.improved:
             tone = "bad"
-        text = verdict(found, improved=run.improved, step=run.best_step, metric=run.label)
+        text = _passed_over(run)
+        if run.best_step is not None or not text:
+            words = verdict(
+                found,
+                improved=run.improved,
+                step=run.best_step,
+                metric=run.label,
+                base_known=run.base_known,
+                composite=run.composite,
+            )
+            # A step that scored higher and was not eligible makes "no step scored higher" untrue.
+            text = f"{words.replace('no step scored', 'no eligible step scored') if text else words} {text}".rstrip()
         return text + (f" {ON_POOL}" if run.pooled else ""), tone
     shown = run.best or run.base
     if shown is None:
@@ -181,8 +207,31 @@ def _verdict(run: Run, found: Comparison | None) -> tuple[str, str]:
     ), tone
 
 
+def _passed_over(run: Run) -> str:
+    """Returns which step scored higher than the best one and why it was not eligible; empty where none did."""
+    line = run.passed_over
+    if line is None:
+        return ""
+    below = [name for name, floor in run.guards.items() if line.metrics.get(name, math.inf) < floor]
+    breached = [text.removeprefix("warning: ") for text in line.findings if NOT_ELIGIBLE in text]
+    why = breached or [f"{name} {line.metrics[name]:.4f} lies below its floor {run.guards[name]:.4f}" for name in below]
+    instead = "No step was eligible: nothing was chosen"
+    if run.best_step is not None:
+        instead = f"Step {run.best_step} is the best eligible one"
+    said = f"but was not eligible: {why[0].rstrip('.')}" if why else "but was not eligible"
+    return f"Step {line.step} scored higher, {run.label} {line.score:.4f}, {said}. {instead}."
+
+
+def _headline(run: Run, found: Comparison | None) -> str:
+    return "" if run.confirmed is None else confirmation(run.confirmed[0], run.metric, run.confirmed[1], found)
+
+
 def _tiles(run: Run, shown: Result | None, found: Comparison | None) -> list[tuple[str, str, str]]:
     tiles = []
+    if run.confirmed is not None:
+        low, high = band(run.confirmed[1], run.metric)
+        value = f"{run.confirmed[1].metrics[run.metric]:.4f}"
+        tiles.append((f"{run.metric}, confirmed", value, f"{low:.4f} to {high:.4f}"))
     for name, result in (("base", run.base), ("best", run.best if run.best is not run.base else None)):
         if result is not None and run.metric in result.metrics and result.query_ids:
             low, high = band(result, run.metric)
@@ -198,7 +247,7 @@ def _tiles(run: Run, shown: Result | None, found: Comparison | None) -> list[tup
         without = f"{n.get('n_unanswerable', 0):,} more without an answer"
         tiles.append(("queries", f"{len(shown.query_ids):,}", without))
         if "n_documents" in n:
-            tiles.append(("documents", f"{n['n_documents']:,}", f"{shown.coverage:.0%} of them ranked"))
+            tiles.append(("documents", f"{n['n_documents']:,}", f"{percent(shown.coverage)}% of them ranked"))
     return tiles
 
 
@@ -217,7 +266,7 @@ def _charts(run: Run, differences: list[float], sweep: "tuple[Abstention, Thresh
             label=pool_name(run.label, run.pooled),
             intervals=run.intervals,
             curves=run.curves,
-            best_step=run.best_step,
+            best=run.best_line,
         )
         charts["curve"] = {"title": "Curves", "alt": alt, "svg": svg}
     elif sum(not r.bound for _, r in run.candidates) > 1:
@@ -237,7 +286,7 @@ def _charts(run: Run, differences: list[float], sweep: "tuple[Abstention, Thresh
     if sweep:
         alt = (
             f"Answer rate against false-answer rate over all thresholds; AUROC {sweep[0].auroc:.3f}, suggested "
-            f"threshold {sweep[1].value:.4g}."
+            f"threshold {threshold_text(*sweep)}."
         )
         charts["abstention"] = {"alt": alt, "svg": figures.abstention_figure(*sweep)}
     if run.guards:
@@ -252,8 +301,9 @@ def _charts(run: Run, differences: list[float], sweep: "tuple[Abstention, Thresh
 def _guards(run: Run) -> list[Row]:
     rows = []
     for name, floor in run.guards.items():
-        values = {line.step: line.metrics[name] for line in run.history if line.status == "ok" and name in line.metrics}
-        best = values.get(run.best_step if run.best_step is not None else -1)
+        lines = [line for line in run.history if line.status == "ok" and name in line.metrics]
+        values = {line.step: line.metrics[name] for line in lines if line.note != ABANDONED}
+        best = None if run.best_line is None else run.best_line.metrics.get(name)
         below = [step for step, value in values.items() if fell_beyond(value - floor, 0.0)]
         rows.append({"guard": name, "base": values.get(0), "best": best, "floor": floor, "below": below})
     return rows
@@ -261,7 +311,7 @@ def _guards(run: Run) -> list[Row]:
 
 def _ranked(shown: Result | None) -> str:
     if shown is not None and shown.bound:
-        return f"Upper bounds, not scores: {shown.coverage:.0%} of the corpus was ranked."
+        return f"Upper bounds, not scores: {percent(shown.coverage)}% of the corpus was ranked."
     if shown is None or shown.provenance.get("truncated_run"):
         return "Ranks are those in the lists that were given."
     return "Every rank is that of the whole corpus."
@@ -280,21 +330,30 @@ def _findings(run: Run, shown: Result | None, golden: GoldenSet | None) -> list[
 def _advice(run: Run) -> list[Finding]:
     """Returns a warning where the in-batch numbers of the run go another way than its score."""
     scores = [(line.step, line.score) for line in run.history if line.note != ABANDONED]
-    band = run.intervals.get(run.best_step) if run.best_step is not None else None
-    half = None if band is None else (band.high - band.low) / 2
+    interval = None if run.best_line is None else _interval(run.best_line, run)
+    half = None if interval is None else (interval.high - interval.low) / 2
     found = diverging(scores, run.curves.get("in-batch accuracy", ()), interval=half, metric=run.label)
     return [found] if found else []
 
 
+def _interval(line: Evaluation, run: Run) -> Interval | None:
+    """Returns the interval of a line: of two branches the step's own result is that of the later one."""
+    if line is not run.best_line:
+        return None if line.note == ABANDONED else run.intervals.get(line.step)
+    if run.label == COMPOSITE or run.best is None or run.best.bound or run.metric not in run.best.metrics:
+        return None
+    return run.best.ci(run.metric)
+
+
 def _evaluation(line: Evaluation, run: Run) -> Row:
-    interval = run.intervals.get(line.step)
+    interval = _interval(line, run)
     error = (line.error or "").strip().splitlines()
     return {
         **vars(line),
         "interval": interval,
         "error": flat(error[-1]) if error else "",
         "findings": "; ".join(vars(line).get("findings", ())),
-        "best": line.step == run.best_step,
+        "best": line is run.best_line,
     }
 
 

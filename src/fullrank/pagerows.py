@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from fullrank._errors import DataError
-from fullrank.abstention import Abstention, Threshold, abstention, threshold_for
-from fullrank.comparison import Comparison, compare
+from fullrank.abstention import Abstention, Threshold, abstention, threshold_for, threshold_text
+from fullrank.comparison import Comparison, compare, unlike
 from fullrank.data import GoldenSet
+from fullrank.metrics import Metric
 from fullrank.result import Hit, Result
 from fullrank.runfolder import Run
 from fullrank.stats import holm, mean_interval
@@ -29,6 +30,7 @@ __all__ = [
     "flat",
     "group_rows",
     "hole_row",
+    "percent",
     "query_rows",
     "swept",
     "texts_of",
@@ -51,27 +53,33 @@ def compared(
     if base is None or best is None:
         return None, []
     rows, chosen = [], None
-    try:
-        for name in (name for name in best.metrics if name in base.metrics):
+    refused: dict[str, list[str]] = {}
+    for name in (name for name in best.metrics if name in base.metrics):
+        try:
+            if not base.bound and not best.bound and (differing := unlike(base, best, Metric.parse(name))):
+                # What `compare` says names options that a report does not have.
+                raise DataError(f"the two results differ in {', '.join(differing)}; evaluate both on the same data")
             found = compare(base, best, name)
-            chosen = found if name == metric else chosen
-            rows.append(
-                {
-                    "metric": name,
-                    "base": base.metrics[name],
-                    "best": best.metrics[name],
-                    "delta": 100 * found.delta,
-                    "low": 100 * found.interval.low,
-                    "high": 100 * found.interval.high,
-                    "p": found.p_value,
-                    "won": len(found.wins),
-                    "lost": len(found.losses),
-                    "verdict": found.verdict,
-                }
-            )
-    except DataError as error:
-        notes.append(f"not compared: {error}")
-        return None, []
+        except DataError as error:
+            refused.setdefault(str(error), []).append(name)
+            continue
+        chosen = found if name == metric else chosen
+        rows.append(
+            {
+                "metric": name,
+                "base": base.metrics[name],
+                "best": best.metrics[name],
+                "delta": 100 * found.delta,
+                "low": 100 * found.interval.low,
+                "high": 100 * found.interval.high,
+                "p": found.p_value,
+                "won": len(found.wins),
+                "lost": len(found.losses),
+                "verdict": found.verdict,
+            }
+        )
+    for why, names in refused.items():
+        notes.append(f"{', '.join(names)} not compared: {why}" if rows else f"not compared: {why}")
     return chosen, rows
 
 
@@ -122,19 +130,16 @@ def group_rows(base: Result | None, shown: Result | None, metric: str) -> list[R
     """Returns a row for each query type, the one that fell most first."""
     if shown is None or not shown.groups:
         return []
-    before = {} if base is None else base.by_group()
     rows: list[Row] = []
     place = {} if base is None else {qid: i for i, qid in enumerate(base.query_ids)}
     for name, values in shown.by_group().items():
         row: Row = {"group": name or "no type", "n": int(values["n"]), "best": values[metric], "base": None}
-        if base is not None and name in before:
-            both = [
-                (place[q], i) for i, q in enumerate(shown.query_ids) if q in place and shown.groups.get(q, "") == name
-            ]
-            change = [float(shown.per_query[metric][i] - base.per_query[metric][j]) for j, i in both]
-            low, high = mean_interval(change, bounds=(-1, 1))
-            row |= {"base": before[name][metric], "delta": 100 * math.fsum(change) / len(change)}
-            row |= {"low": 100 * low, "high": 100 * high}
+        both = [(place[q], i) for i, q in enumerate(shown.query_ids) if q in place and shown.groups.get(q, "") == name]
+        if base is not None and both:  # all three over the queries of both, by the types of the shown result
+            before, after = base.per_query[metric][[j for j, _ in both]], shown.per_query[metric][[i for _, i in both]]
+            low, high = mean_interval(after - before, bounds=(-1, 1))
+            row |= {"n": len(both), "base": math.fsum(before) / len(both), "best": math.fsum(after) / len(both)}
+            row |= {"delta": 100 * math.fsum(after - before) / len(both), "low": 100 * low, "high": 100 * high}
         rows.append(row)
     return sorted(rows, key=lambda row: float(row["delta"] if "delta" in row else row["best"]))[:GROUPS]
 
@@ -146,6 +151,16 @@ def changes(base: Result | None, best: Result | None, metric: str) -> list[tuple
     before = dict(zip(base.query_ids, base.per_query[metric].tolist(), strict=True))
     after = dict(zip(best.query_ids, best.per_query[metric].tolist(), strict=True))
     return sorted((after[q] - before[q], q, before[q], after[q]) for q in after if q in before)
+
+
+def percent(share: float) -> str:
+    """Returns a share in per cent, with three digits, or more where it would read as none or all.
+
+    >>> percent(0.025), percent(0.99996), percent(1.0)
+    ('2.5', '99.996', '100')
+    """
+    texts = [f"{100 * share:.{digits}g}" for digits in (3, 6, 9, 17)]
+    return next((text for text in texts if share in (0, 1) or float(text) not in (0, 100)), texts[-1])
 
 
 # ------------------------------------------------------------------------------------------------ queries
@@ -257,5 +272,6 @@ def abstention_row(found: Abstention, threshold: Threshold) -> Row:
         "n_answerable": len(found.answerable),
         "n_unanswerable": len(found.unanswerable),
         "threshold": threshold,
+        "shown": threshold_text(found, threshold),
         "groups": [{"group": name, **vars(rates)} for name, rates in threshold.by_group.items()],
     }

@@ -1,22 +1,34 @@
-"""What a training run cost and gained, as one JSON file.
+"""What the recipes share: what a run cost and gained, as one JSON file; mistakes of the user as one message.
 
-Promise: every number in it was measured by the run that wrote it.
+Promise: every number in a record was measured by the run that wrote it.
 """
 
 import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fullrank._errors import FullrankError
 from fullrank._files import write_atomically
 from fullrank.comparison import compare
 from fullrank.result import Result
 
-__all__ = ["peak_memory_mib", "run_record", "write_record"]
+__all__ = ["mistakes_as_messages", "peak_memory_mib", "run_record", "write_record"]
+
+
+@contextmanager
+def mistakes_as_messages() -> Iterator[None]:
+    """Ends the process with one message and exit code 2 where the body raises what its user can put right."""
+    try:
+        yield
+    except (FullrankError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from error
 
 
 def run_record(

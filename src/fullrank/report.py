@@ -12,9 +12,10 @@ from typing import IO, Any
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
-from fullrank.abstention import Abstention, Threshold
+from fullrank.abstention import Abstention, Threshold, threshold_text
 from fullrank.comparison import Comparison, compare
 from fullrank.result import Finding, Miss, Result
 from fullrank.stats import Interval
@@ -151,7 +152,8 @@ def comparison_table(base: Result, best: Result, *, metrics: Sequence[str] = SHO
 def slim_table(title: str | None) -> Table:
     """Returns an empty table without edges."""
     # Without edges a comparison fits into 80 columns.
-    return Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    shown = None if title is None else Text(title, style="table.title")  # as text: a name may look like markup
+    return Table(title=shown, title_justify="left", show_edge=False, pad_edge=False)
 
 
 def verdict(
@@ -228,8 +230,8 @@ def abstention_line(found: Abstention, threshold: Threshold) -> str:
     low, high = found.auroc_interval
     return (
         f"{len(found.unanswerable):,} queries without an answer: AUROC {found.auroc:.3f} [{low:.3f}, {high:.3f}]; "
-        f"answering from a top score of {threshold.value:.4g} on answers {100 * threshold.false_answer_rate:.1f} % of "
-        f"them and {100 * threshold.answer_rate:.1f} % of the others"
+        f"answering from a top score of {threshold_text(found, threshold)} on answers "
+        f"{100 * threshold.false_answer_rate:.1f} % of them and {100 * threshold.answer_rate:.1f} % of the others"
     )
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fullrank._errors import DataError, SettingError, first_few
 from fullrank._files import write_atomically
 from fullrank.metrics import Metric
+from fullrank.resultfile import first_fault
 from fullrank.stats import Interval, mean_interval
 
 __all__ = ["Finding", "Hit", "Miss", "Result", "Severity", "summarise", "vacuous_cutoffs"]
@@ -212,7 +213,7 @@ class Result:
         """Returns the result stored at ``path``.
 
         Raises:
-            DataError: not a result file, another schema version, or fields missing.
+            DataError: not a result file, another schema version, fields missing or of a wrong type.
         """
         source = Path(path)
         if not source.is_file():
@@ -221,7 +222,7 @@ class Result:
             raise DataError(f"{source}: over {MAX_RESULT_BYTES >> 20} MiB, which no result file is")
         try:
             body = json.loads(source.read_text(encoding="utf-8", errors="surrogatepass"))  # as they are written
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{source} is not a result file: {error}") from error
         if not isinstance(body, dict) or body.pop("kind", None) != KIND:
             raise DataError(f"{source} is not a result file: it was not written by Result.save")
@@ -229,7 +230,7 @@ class Result:
             raise DataError(f"{source} has the schema version {schema!r}; this fullrank reads version {SCHEMA}")
         if missing := [item.name for item in fields(cls) if item.name not in body]:
             raise DataError(f"{source} is not a whole result file: {first_few(missing)} missing")
-        if fault := _faulty_value(body):
+        if fault := first_fault(body):
             raise DataError(f"{source} is not a whole result file: {fault}")
         try:
             body["per_query"] = {k: np.asarray(v, dtype=np.float64) for k, v in body["per_query"].items()}
@@ -270,24 +271,6 @@ class Result:
 
     def _relevant(self, grade: float) -> bool:
         return grade > 0 and grade >= self.relevant_from
-
-
-def _faulty_value(body: Mapping[str, Any]) -> str | None:
-    """Returns which value of a metric is no finite number, or None; other shapes are left to the reader."""
-    metrics, per_query, ids = body["metrics"], body["per_query"], body["query_ids"]
-    for name, value in metrics.items() if isinstance(metrics, dict) else ():
-        if not _finite_number(value):
-            return f"metric {name!r} is {value!r} and no finite number"
-    for name, values in per_query.items() if isinstance(per_query, dict) else ():
-        for i, value in enumerate(values if isinstance(values, list) else ()):
-            if not _finite_number(value):
-                query = ids[i] if isinstance(ids, list) and i < len(ids) else f"number {i}"
-                return f"metric {name!r} of query {query!r} is {value!r} and no finite number"
-    return None
-
-
-def _finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def summarise(

@@ -24,6 +24,8 @@ __all__ = [
     "QUERY_FIELDS",
     "TrainingExample",
     "read_training_data",
+    "refuse_half_a_task",
+    "refuse_less_than_a_batch",
     "training_columns",
     "write_training_data",
 ]
@@ -108,7 +110,29 @@ def write_training_data(path: str | Path, examples: Iterable[TrainingExample]) -
     return write_atomically(path, "".join(json.dumps(asdict(e), ensure_ascii=False) + "\n" for e in examples))
 
 
-def training_columns(examples: Sequence[TrainingExample], *, negatives: int = 0) -> dict[str, list[str]]:
+def refuse_half_a_task(data: str | None, train: str | None, *, tiny: bool = False) -> None:
+    """Raises `SettingError` where only one of what to measure by and what to train on is named.
+
+    A ``tiny`` try-out may train on what was mined from the built-in task.
+    """
+    if data and not train:
+        raise SettingError("--data says what to measure by; give --train as well")
+    if train and not data and not tiny:
+        raise SettingError(
+            "--train says what to train on; give --data as well, a golden set of the same kind: the built-in task "
+            "would measure something else"
+        )
+
+
+def refuse_less_than_a_batch(n: int, batch: int) -> None:
+    """Raises `DataError` where ``n`` examples do not fill one batch, of which a training would never take a step."""
+    if n < batch:
+        raise DataError(f"{n} training examples do not fill one batch of {batch}; give more, or --batch {max(1, n)}")
+
+
+def training_columns(
+    examples: Sequence[TrainingExample], *, negatives: int = 0, batch: int = 1
+) -> dict[str, list[str]]:
     """Returns the columns ``anchor``, ``positive``, ``negative_1`` ... that sentence-transformers' losses take.
 
     A row of fewer negatives than asked for repeats its own, in turn; one without any is left out, because a text made
@@ -117,9 +141,10 @@ def training_columns(examples: Sequence[TrainingExample], *, negatives: int = 0)
     Args:
         examples: what to train on.
         negatives: how many columns of hard negatives.
+        batch: how many rows there have to be at least.
 
     Raises:
-        DataError: no row is left.
+        DataError: no row is left, or fewer than ``batch``.
 
     >>> training_columns([TrainingExample("q", "p", ("n",))], negatives=2)
     {'anchor': ['q'], 'positive': ['p'], 'negative_1': ['n'], 'negative_2': ['n']}
@@ -132,6 +157,7 @@ def training_columns(examples: Sequence[TrainingExample], *, negatives: int = 0)
             f"none of the {len(examples)} examples has hard negatives, and {negatives} a row are asked for. Mine some "
             "with 'fullrank mine', or train with negatives=0"
         )
+    refuse_less_than_a_batch(len(kept), batch)
     columns = {"anchor": [e.query for e in kept], "positive": [e.positive for e in kept]}
     for k in range(negatives):
         columns[f"negative_{k + 1}"] = [e.negatives[k % len(e.negatives)] for e in kept]
