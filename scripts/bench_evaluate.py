@@ -1,6 +1,6 @@
 """One full evaluation: fullrank beside sentence-transformers' evaluator and the bare encoding.
 
-    python scripts/bench_evaluate.py                                   # code search as in the demo, 800 documents
+    python scripts/bench_evaluate.py                                   # code search as in the demo, 400 documents
     python scripts/bench_evaluate.py --data beir/scifact --documents 0 # all of a collection
     python scripts/bench_evaluate.py --budgets 512,1024,2048,4096      # which padded-token budget this machine likes
 
@@ -76,7 +76,7 @@ def contenders(budgets):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="BEIR folder; default: the code-search task of the demo")
-    parser.add_argument("--documents", type=int, default=800, help="0 for all")
+    parser.add_argument("--documents", type=int, default=400, help="0 for all")
     parser.add_argument("--budgets", help="comma-separated padded tokens of a batch, instead of the default")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)

@@ -181,6 +181,8 @@ def test_a_step_below_the_floor_is_never_kept(tiny_st, tiny_golden, general, pai
     assert out.count("warning: step 4 lost 10.00 points") == 1
     assert out.splitlines()[-1].startswith("Step 4 scored higher, recall@1 0.9000, but lost 10.00 points")
     assert "Step 6 is the best eligible one." in out.splitlines()[-1]
+    card = (callback.best.path / "README.md").read_text()
+    assert "below the base model than: `ndcg@10` on `general` at most 2 points." in card
 
 
 def test_it_stops_nothing_by_default_and_stops_where_asked(tiny_st, tiny_golden, general, pairs, tmp_path):

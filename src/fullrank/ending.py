@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fullrank.announce import Level
 from fullrank.checkpoints import NOT_ELIGIBLE
@@ -124,17 +125,17 @@ def _compared(before: Result | None, after: Result | None, metric: str) -> Compa
 
 
 def _finish_card(session: Session, ending: Ending) -> None:
-    """Adds the confirmed number to the card beside the stored weights."""
-    if ending.best is None or ending.best_result is None or ending.confirmed is None or session.confirm is None:
+    """Adds the confirmed number and the guards to the card beside the stored weights."""
+    guards = [(guard.golden.name, str(guard.metric), guard.max_drop) for guard in session.watch.guards]
+    if ending.best is None or ending.best_result is None or not (ending.confirmed or guards):
         return
     best, set_name = ending.best, session.objective.leading[0]
     base = {set_name: ending.base_result} if best.step and ending.base_result is not None else {}
-    confirmed = (session.confirm.golden.name, ending.confirmed, ending.confirm_base if best.step else None)
-    more = {"among": AMONG} if ending.completed else {}
+    more: dict[str, Any] = {"among": AMONG} if ending.completed else {}
+    if session.confirm is not None and ending.confirmed is not None:
+        more["confirmed"] = (session.confirm.golden.name, ending.confirmed, ending.confirm_base if best.step else None)
     try:
-        session.keeper.write_card(
-            best.path, best.step, {set_name: ending.best_result}, base, confirmed=confirmed, **more
-        )
+        session.keeper.write_card(best.path, best.step, {set_name: ending.best_result}, base, guards=guards, **more)
     except OSError as error:
         logger.error("the model card in %s could not be completed: %s", best.path, error)
 
