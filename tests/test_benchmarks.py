@@ -289,7 +289,7 @@ def test_eval_of_beir_sets_prints_one_table_and_saves_a_result_each(run, here, r
         assert result.provenance["ties"] == "trec"
         assert 0 < result.timing["query_ms_p50"] <= result.timing["query_ms_p95"]
     mean = (results["scifact"]["ndcg@10"] + results["fiqa"]["ndcg@10"]) / 2
-    assert re.search(rf"average of 2 .*{mean:.4f}", found.stdout)
+    assert re.search(rf"average of 2 *│.*{mean:.4f}", found.stdout)
     assert "One query, p50 / p95: scifact " in found.stdout
     assert results["fiqa"].provenance["exclude_self"] is True
     assert results["scifact"].provenance["exclude_self"] is False

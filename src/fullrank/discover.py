@@ -202,7 +202,8 @@ def _found(root: Path) -> Iterator[Candidate]:
 
 def _stored(store: Path, root: Path) -> Iterator[Candidate]:
     try:
-        entries = BestStore(store).stored
+        opened = BestStore(store, resume=True)
+        entries = [*opened.stored, *opened.damaged]
     except DataError as error:
         logger.warning("%s; its steps are not candidates", error)
         return

@@ -96,6 +96,11 @@ class BestStore:
         return [whole[step] for step in steps_to_keep(_scores(whole), len(whole))]
 
     @property
+    def damaged(self) -> list[Stored]:
+        """Steps whose folder has lost files since they were stored: no candidates any more."""
+        return list(self._damaged)
+
+    @property
     def best(self) -> Stored | None:
         """The best step, or None."""
         return next(iter(self.stored), None)
