@@ -157,6 +157,18 @@ def shared_data() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, tiny_bert_path):
+    """Folder of a tiny SentenceTransformer. Shared by all tests: leave it as it was."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-model"
+    modules = [Transformer(str(tiny_bert_path)), Pooling(32, pooling_mode="mean")]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
+    return folder
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty working folder."""

@@ -1,7 +1,6 @@
 """BEIR and MTEB sets by name: where they are found, base against tuned, the 2-point rule; and the door to them."""
 
 import json
-import logging
 import math
 import os
 import re
@@ -22,7 +21,6 @@ from fullrank.benchmarks import (
     run_benchmarks,
     wanted_metrics,
 )
-from fullrank.cli import main
 from fullrank.tables import benchmark_table, forgotten_text
 
 COLOUR = re.compile(r"\x1b|\x9b|\r")
@@ -188,17 +186,6 @@ def test_ndcg_is_always_computed():
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory, tiny_bert_path):
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
-    folder = tmp_path_factory.mktemp("models") / "tiny-model"
-    modules = [Transformer(str(tiny_bert_path)), Pooling(32, pooling_mode="mean")]
-    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
-    return folder
-
-
-@pytest.fixture(scope="module")
 def worse_folder(tmp_path_factory, model_folder):
     """The same model with its word embeddings shuffled in part: it retrieves worse."""
     import torch
@@ -230,33 +217,9 @@ def root(tmp_path, tiny_golden):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty working folder."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-@pytest.fixture
-def run(here, monkeypatch, capsys):
-    """Runs ``fullrank eval`` in this process: (exit code, stdout, stderr)."""
-    # The command quietens the libraries below, for good; other tests want to hear them.
-    for name in ("transformers", "sentence_transformers", "datasets", "peft", "httpx"):
-        logger = logging.getLogger(name)
-        monkeypatch.setattr(logger, "level", logger.level)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fullrank", "eval", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as found:
-            code = found.code or 0
-        printed = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, code, printed.out, printed.err)
-
-    return call
+def run(run_main):
+    """Runs ``fullrank eval`` in this process, as a process would tell of it."""
+    return lambda *arguments: subprocess.CompletedProcess(arguments, *run_main("eval", *arguments))
 
 
 def test_eval_of_beir_sets_as_a_real_process(here, root, model_folder):

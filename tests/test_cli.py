@@ -32,18 +32,6 @@ def command(*arguments, cwd, **environment):
     )
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory, tiny_bert_path):
-    """A tiny SentenceTransformer on disk."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
-    folder = tmp_path_factory.mktemp("models") / "tiny-model"
-    modules = [Transformer(str(tiny_bert_path)), Pooling(32, pooling_mode="mean")]
-    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
-    return folder
-
-
 def write_beir(folder, golden, *, split="test", qrels=None, queries=None, corpus=None):
     """Writes a golden set as a BEIR folder; the parts can be replaced by rows of one's own."""
     (folder / "qrels").mkdir(parents=True)

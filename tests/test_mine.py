@@ -193,17 +193,6 @@ def test_mining_is_what_a_full_evaluation_ranks(tiny_st, tiny_golden):
 # ------------------------------------------------------------------------------------------------ the door
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory, tiny_bert_path):
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
-    folder = tmp_path_factory.mktemp("models") / "tiny-model"
-    modules = [Transformer(str(tiny_bert_path)), Pooling(32, pooling_mode="mean")]
-    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
-    return folder
-
-
 @pytest.fixture
 def pairs(tmp_path, tiny_golden):
     """Training pairs and a corpus as files."""
@@ -240,27 +229,10 @@ def test_the_command_mines_and_writes_what_the_readers_read(pairs, model_folder)
 
 
 @pytest.fixture
-def run_main(pairs, monkeypatch, capsys):
-    import logging
-
-    from fullrank.cli import main
-
-    for name in ("transformers", "sentence_transformers", "datasets", "peft", "httpx"):
-        logger = logging.getLogger(name)
-        monkeypatch.setattr(logger, "level", logger.level)
+def run_main(run_main, pairs, monkeypatch):
+    """Runs ``fullrank mine`` in the folder of the pairs."""
     monkeypatch.chdir(pairs)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fullrank", "mine", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as found:
-            code = found.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
+    return lambda *arguments: run_main("mine", *arguments)
 
 
 def test_the_table_says_how_many_were_dropped_and_why(run_main, model_folder):
