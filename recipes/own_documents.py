@@ -64,7 +64,8 @@ class Knobs:
 def made_up(sections: list[Section], ask: Callable[[str], list[str]] | None) -> list[tuple[Section, str, list[str]]]:
     """Returns (section, query, answers): what ``ask`` makes of each chunk, or the headings that stand once."""
     if ask is not None:
-        return [(s, query, [key]) for s in sections for key, text in s.chunks.items() for query in ask(text)]
+        chunks = [(section, key, text) for section in sections for key, text in section.chunks.items()]
+        return [(section, query, [key]) for section, key, text in chunks for query in ask(text) if query.strip()]
     count = Counter(normalise(s.heading) for s in sections)
     return [
         (s, s.heading, list(s.chunks))

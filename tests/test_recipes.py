@@ -304,3 +304,17 @@ def test_documents_become_golden_sets_with_real_questions_apart(tmp_path):
     assert record["real"]["counts"]["n_unanswerable"] == 1
     rows = (folder / "unanswerable.todo.jsonl").read_text().splitlines()
     assert 0.1 <= len(rows) / (len(rows) + synthetic.n_answerable) <= 0.2
+
+
+def test_a_function_of_ones_own_makes_the_questions(tmp_path, monkeypatch):
+    pytest.importorskip("semantic_text_splitter")
+    (tmp_path / "asks.py").write_text(
+        "def questions(text):\n    return [f'which part says {\" \".join(text.split()[:4])}?', '  ']\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    run("own_documents", "--llm", "asks:questions", cwd=tmp_path)
+    folder = tmp_path / "runs/documents"
+    synthetic = load_golden(folder / "synthetic.jsonl")
+    assert set(synthetic.groups.values()) == {"llm"}
+    asked = [*synthetic.query_texts, *(pair.query for pair in read_training_data(folder / "train.jsonl"))]
+    assert all(query.startswith("which part says ") for query in asked)
