@@ -120,7 +120,7 @@ class Measurement:
 
     def means(self) -> dict[str, float]:
         """Returns the metrics over the documents so far: upper bounds until all are in."""
-        return mean_metrics(self.golden, self.settings, self._ranking(), self.usable)
+        return mean_metrics(self.golden, self.settings, self._ranking(lists=False), self.usable)
 
     def result(self, provenance: dict[str, Any]) -> Result:
         """Returns the result over the documents so far; `Result.bound` says whether some are missing."""
@@ -130,8 +130,8 @@ class Measurement:
             found = outcome(self.golden, self.settings, ranked, self.usable, tally, provenance)
         return replace(found, timing=self.clock.report())
 
-    def _ranking(self) -> Ranking | None:
-        return None if self._pass is None else self._pass.ranking()
+    def _ranking(self, *, lists: bool = True) -> Ranking | None:
+        return None if self._pass is None else self._pass.ranking(lists=lists)
 
     def _tally(self) -> Tally:
         known = self._directions[torch.isfinite(self._directions).all(dim=1)]

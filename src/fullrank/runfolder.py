@@ -21,7 +21,7 @@ from fullrank.sources import PROGRESS_AFTER_SECONDS
 from fullrank.stats import Interval
 from fullrank.store import BestStore
 
-__all__ = ["Run", "is_run", "read_run_folder", "run_of_results"]
+__all__ = ["Run", "read_run_folder", "run_of_results"]
 
 COMPOSITE = "objective"
 GUARD = "guard/"
@@ -84,11 +84,6 @@ class Run:
     pooled: bool = False
     folder: Path | None = None
     notes: tuple[str, ...] = ()
-
-
-def is_run(path: Path) -> bool:
-    """Returns whether ``path`` is the output folder of a run, or the ``fullrank`` folder in it."""
-    return (path / FILE).is_file() or (path / "fullrank" / FILE).is_file()
 
 
 def read_run_folder(path: Path, *, metric: str | None = None, guards: dict[str, float] | None = None) -> Run:

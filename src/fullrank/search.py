@@ -187,17 +187,22 @@ class Pass:
                 self._settle(queries, shortlist, positions, block)
         self.n_documents += len(positions)
 
-    def ranking(self) -> Ranking:
-        """Returns what the documents so far give, those of all ranks together; may be asked at any time."""
-        counts = torch.stack([self.better, self.tied, self.ahead])
-        totals = torch.tensor([self.n_documents, self.n_near], device=counts.device)
-        lists = self.lists
-        if self.ranks.size > 1:
-            counts, totals = self.ranks.sum(counts), self.ranks.sum(totals)
-            lists = TopLists.merged(self.ranks.gather(lists.scores), self.ranks.gather(lists.docs))
+    def ranking(self, *, lists: bool = True) -> Ranking:
+        """Returns what the documents so far give, those of all ranks together; may be asked at any time.
+
+        Without ``lists`` the counts alone, and lists of length 0: what a look at a bound needs.
+        """
+        counts = self.ranks.sum(torch.stack([self.better, self.tied, self.ahead]))
+        totals = self.ranks.sum(torch.tensor([self.n_documents, self.n_near], device=counts.device))
         n_documents, n_near = totals.tolist()
         better, tied, ahead = counts.clone()
-        return Ranking(better, tied, ahead, lists.scores.clone(), lists.docs.clone(), n_documents, n_near)
+        top = self.lists
+        scores, docs = top.scores[:, :0], top.docs[:, :0]
+        if lists:
+            if self.ranks.size > 1:
+                top = TopLists.merged(self.ranks.gather(top.scores), self.ranks.gather(top.docs))
+            scores, docs = top.scores, top.docs
+        return Ranking(better, tied, ahead, scores.clone(), docs.clone(), n_documents, n_near)
 
     def _tile(
         self, queries: slice, shortlist: Shortlist, positions: Tensor, tile: Vectors, first: int, has_bad: bool
