@@ -100,7 +100,7 @@ def test_keeping_is_a_dry_run_until_delete_is_said(run_main, folder, data, tiny_
         (["--keep-last", "-1"], "keep_last=-1 must be at least 1: the best and the newest are never deleted"),
         (["--keep-best", "0"], "keep_best=0 must be at least 1"),
         (["--metric", "recall@1=0.7", "--metric", "recall@1=0.3"], "--metric names one metric twice: recall@1=0.7"),
-        (["--base", "/nowhere/x"], "the base model '/nowhere/x' cannot be evaluated: model folder '/nowhere/x' does"),
+        (["--base", "/nowhere/x"], "the base model folder '/nowhere/x' (--base, base=...) does not exist"),
         (["--delete"], "--delete needs --keep-best or --keep-last, which say what stays"),
         (["--copy-to", "../run"], "--copy-to ../run: exists already; name a new or empty folder"),
         (["--confirm", "dev"], "40 queries of the confirming set are among those of 'data-dev' that choose"),

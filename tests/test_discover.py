@@ -104,6 +104,32 @@ def test_folders_of_one_step_with_unlike_weights_are_candidates_each(tmp_path):
     assert [c.name for c in found if c.problem] == ["half"]
 
 
+def test_of_equal_weights_in_another_shape_both_are_candidates(tmp_path):
+    write_model(tmp_path / "checkpoint-8", value=1)
+    write_model(tmp_path / "copy", value=1)
+    pooling = write_model(tmp_path / "first token", value=1) / "1_Pooling" / "config.json"
+    pooling.write_text('{"pooling_mode": "cls"}')
+    write_adapter(tmp_path / "checkpoint-9", lora_alpha=16)
+    write_adapter(tmp_path / "half", lora_alpha=8)
+    assert [c.name for c in discover(tmp_path)] == ["checkpoint-8", "checkpoint-9", "first token", "half"]
+
+
+def test_what_is_stored_beside_an_adapter_tells_candidates_apart(tmp_path):
+    beside = {"norm": np.ones(4, np.float32)}
+    write_adapter(tmp_path / "checkpoint-9")
+    save_file(beside, write_adapter(tmp_path / "tuned") / "extra.safetensors")
+    save_file({"norm": beside["norm"] * 2}, write_adapter(tmp_path / "tuned on") / "extra.safetensors")
+    save_file(beside, write_adapter(tmp_path / "tuned, copied") / "extra.safetensors")
+    assert [c.name for c in discover(tmp_path)] == ["checkpoint-9", "tuned", "tuned on"]
+
+    def save(folder):
+        folder.rmdir()
+        save_file(beside, write_adapter(folder) / "extra.safetensors")
+
+    BestStore(tmp_path / "fullrank" / "best").offer(9, 0.7, save)  # beside which the trainer writes the adapter alone
+    assert [c.name for c in discover(tmp_path)] == ["fullrank/best/step-9", "tuned on"]
+
+
 def test_a_state_that_cannot_be_read_leaves_a_folder_without_a_step(tmp_path, caplog):
     (write_model(tmp_path / "final", state=8) / "trainer_state.json").write_text("{")
     assert [(c.name, c.step, c.problem) for c in discover(tmp_path)] == [("final", None, None)]

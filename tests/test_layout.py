@@ -102,6 +102,7 @@ BELOW_TORCH = [
     "completing",
     "ending",
     "callback",
+    "shells",
     "candidates",
     "averaging",
     "ring",

@@ -75,7 +75,7 @@ def load_adapters(model: nn.Module, paths: list[Path], folder: Path) -> None:
     """Puts the adapters of ``folder`` into the one module that carries them.
 
     Raises:
-        EvaluationError: several such modules, or a file of another adapter.
+        EvaluationError: several such modules, a file of another adapter, or one that does not hold all of it.
     """
     peft, adapted = require("peft", extra="lora"), carriers(model)
     if len(adapted) != 1:
@@ -83,9 +83,17 @@ def load_adapters(model: nn.Module, paths: list[Path], folder: Path) -> None:
             f"{folder} holds {len(paths)} adapters for {len(adapted)} adapted modules, without extra.safetensors"
         )
     (part,) = adapted
-    for path in paths:
-        name = path.parent.name if path.parent.name in part.peft_config else _at_root(part)
-        outcome = peft.set_peft_model_state_dict(part, load_file(path), adapter_name=name)
+    wanted = {name: state.keys() for _, name, state in _states(model)}
+    prefix = _PEFT_PREFIX if isinstance(part, peft.PeftModel) else ""  # which transformers models do not have
+    named = [(path, path.parent.name if path.parent.name in part.peft_config else _at_root(part)) for path in paths]
+    if len({name for _, name in named}) < len(named):
+        raise EvaluationError(f"{folder} holds {len(paths)} adapters, and the model has {first_few(part.peft_config)}")
+    for path, name in named:
+        stored = {key.removeprefix(_PEFT_PREFIX): value for key, value in load_file(path).items()}
+        if missing := sorted(wanted[name] - stored.keys()):
+            raise EvaluationError(f"{path} does not hold all of the adapter {name!r}: missing {missing[:3]}")
+        state = {prefix + key: value for key, value in stored.items()}
+        outcome = peft.set_peft_model_state_dict(part, state, adapter_name=name)
         if unexpected := getattr(outcome, "unexpected_keys", None):
             raise EvaluationError(f"{path} does not fit the adapter {name!r}: unexpected {unexpected[:3]}")
 

@@ -9,7 +9,6 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ from torch import Tensor, nn
 from fullrank._errors import DataError, EvaluationError, FullrankError
 from fullrank._optional import require
 from fullrank.discover import Candidate
-from fullrank.encode import Adapter, as_encoder
+from fullrank.encode import Adapter
 from fullrank.modelfiles import ADAPTER, ADAPTER_CONFIG, settled, shaping_files
-from fullrank.models import bare_backbone, load_sentence_transformer
+from fullrank.models import bare_backbone, is_gone, load_sentence_transformer
+from fullrank.shells import Shell, adapter_layers, names_below
 from fullrank.weights import EXTRA, load_weights
 
-__all__ = ["Loader", "backbone_folder", "save_loaded"]
+__all__ = ["Loader", "backbone_folder", "refuse_gone", "save_loaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Loader:
 
     def __init__(self, base: str | None = None) -> None:
         self.base = base
-        self._shells: dict[str, _Shell] = {}
+        self._shells: dict[str, Shell] = {}
 
     def load(self, candidate: Candidate) -> tuple[str, Adapter]:
         """Returns what encodes with the candidate's weights, and the name of the model that it shares.
@@ -53,6 +53,8 @@ class Loader:
         """
         if candidate.problem:
             raise DataError(f"{candidate.path}: {candidate.problem}")
+        if candidate.needs_base:
+            refuse_gone(self.base)
         try:
             return self._loaded(candidate)
         except FullrankError:
@@ -71,24 +73,18 @@ class Loader:
         name = f"base {source}"
         if like is None:
             alone = self._shells.get(name)
-            return (name, alone.encoder) if alone else self._keep(name, _Shell(_loaded_model(source), set()), name)
+            return (name, alone.encoder) if alone else self._keep(name, _loaded_model(source), name)
         key = self._key(like)
         if key in self._shells and self._shells[key].current == name:
             return key, self._shells[key].encoder
         self.load(like)
         shell = self._shells[key]
         shell.current = None
+        shell.restore()
         if like.kind == "adapter":
-            shell.restore()
-            _switch_adapters(shell.model, on=False)
+            shell.put_base(source, _loaded_model)
         else:
-            state = _loaded_model(source).state_dict()
-            live = shell.model.state_dict()
-            if state.keys() != live.keys() or any(state[n].shape != live[n].shape for n in state):
-                raise EvaluationError(f"the base {source!r} has another architecture than {like.name}")
-            with torch.no_grad():
-                for name, value in state.items():
-                    live[name].copy_(value)
+            _put_whole(shell.model, source, like)
         shell.current = name
         return key, shell.encoder
 
@@ -102,53 +98,31 @@ class Loader:
         if key not in self._shells:
             adapter = candidate.kind == "adapter"
             model = _adapted(candidate, base, given=self.base) if adapter else _whole(candidate, base)
-            added = _switch_adapters(model, on=True)
-            self._keep(key, _Shell(model, added), None)
+            self._keep(key, model, None)
         shell = self._shells[key]
         if shell.current != name:
             shell.current = None  # whatever fails below leaves weights of nobody
             shell.restore()
-            _switch_adapters(shell.model, on=True)
-            if candidate.kind == "adapter" and (candidate.path / EXTRA).is_file():
-                shell.overwrite(_extra(candidate.path / EXTRA, shell.model))
-            elif candidate.kind == "model" and candidate.bare:
+            shell.switch_adapters(on=True)
+            if candidate.kind == "adapter":
+                shell.put_adapter(candidate.path, _extra(candidate.path / EXTRA, shell.model))
+            elif candidate.bare:
                 _put_bare(shell.model, candidate)
             else:
                 load_weights(shell.model, candidate.path)
             shell.current = name
         return key, shell.encoder
 
-    def _keep(self, key: str, shell: "_Shell", current: str | None) -> tuple[str, Adapter]:
-        shell.model.float()  # whatever precision they are stored in: a choice must not hang on rounding
+    def _keep(self, key: str, model: Any, current: str | None) -> tuple[str, Adapter]:
+        shell = self._shells[key] = Shell(model)
         shell.current = current
-        self._shells[key] = shell
         return key, shell.encoder
 
 
-class _Shell:
-    """A model into which weights are put, and what has to be put back before the next ones come."""
-
-    def __init__(self, model: Any, added: set[str]) -> None:
-        self.model, self.added = model.eval(), added
-        self.encoder = as_encoder(model)
-        self.current: str | None = None
-        self._touched: dict[str, Tensor] = {}
-
-    def overwrite(self, state: dict[str, Tensor]) -> None:
-        """Puts tensors into the model and remembers what stood there, except for the adapter's own."""
-        live = self.model.state_dict()
-        with torch.no_grad():
-            for name, value in state.items():
-                if name not in self.added and name not in self._touched:
-                    self._touched[name] = live[name].detach().cpu().clone()
-                live[name].copy_(value)
-
-    def restore(self) -> None:
-        """Puts back what candidates have overwritten beside their adapters."""
-        live = self.model.state_dict()
-        with torch.no_grad():
-            for name, value in self._touched.items():
-                live[name].copy_(value)
+def refuse_gone(base: str | None) -> None:
+    """Raises `DataError` where the base that was given is a path at which there is no folder."""
+    if base is not None and is_gone(base):
+        raise DataError(f"the base model folder {base!r} (--base, base=...) does not exist")
 
 
 def save_loaded(encoder: Adapter, folder: Path, *, adapters: bool = True) -> None:
@@ -162,7 +136,7 @@ def save_loaded(encoder: Adapter, folder: Path, *, adapters: bool = True) -> Non
 
 
 def _remove_adapters(model: Any, *, merge: bool) -> None:
-    layers = {id(layer) for layer in _adapter_layers(model)}
+    layers = {id(layer) for _, layer in adapter_layers(model)}
     if not layers:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -205,18 +179,23 @@ def _adapted(candidate: Candidate, base: str | None, *, given: str | None) -> An
     if base is None:
         raise DataError(f"{candidate.path} is an adapter that names no base model; pass --base MODEL (base=...)")
     try:
-        return _adapted_bare(candidate, base) if candidate.bare else _adapted_folder(candidate, given)
+        if candidate.bare:
+            return _adapted_bare(candidate, base)
+        model = _adapted_folder(candidate, given)
+        _refuse_made_up(model, base)
+        return model
     except FullrankError as error:
-        source = "--base" if given else ADAPTER_CONFIG
+        if given:
+            raise DataError(f"{candidate.path} cannot be loaded on the base {base!r} (--base): {error}") from error
         raise DataError(
-            f"{candidate.path} is an adapter on the base {base!r} ({source}), which does not load: {error}. Where it "
-            "has moved, pass --base MODEL (base=...)"
+            f"{candidate.path} is an adapter on the base {base!r} ({ADAPTER_CONFIG}), which does not load: {error}. "
+            "Where it has moved, pass --base MODEL (base=...)"
         ) from error
 
 
 def _adapted_folder(candidate: Candidate, given: str | None) -> Any:
     if given is None:
-        return _loaded_model(str(candidate.path))
+        return load_sentence_transformer(str(candidate.path), adapter_follows=True)
     # sentence-transformers finds the base by the name in adapter_config.json: a copy of the folder names the one given.
     with tempfile.TemporaryDirectory(prefix="fullrank-") as scratch:
         copy = Path(scratch) / "model"
@@ -228,7 +207,25 @@ def _adapted_folder(candidate: Candidate, given: str | None) -> Any:
         local = Path(given).expanduser()
         config["base_model_name_or_path"] = str(backbone_folder(local)) if local.is_dir() else given
         (copy / ADAPTER_CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        return _loaded_model(str(copy))
+        try:
+            return load_sentence_transformer(str(copy), adapter_follows=True)
+        except DataError as error:
+            raise DataError(str(error).replace(str(copy), str(candidate.path))) from error
+
+
+def _refuse_made_up(model: Any, base: str) -> None:
+    """Loads a base by itself, which says what it lacks, where its files do not name all that stands below adapters.
+
+    transformers tells of the adapter alone what was missing.
+    """
+    folder, stored = Path(base).expanduser(), set()
+    if not folder.is_dir():
+        return
+    for file in backbone_folder(folder).glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            stored |= set(opened.keys())
+    if any(name not in stored for name in names_below(model[0].model)):
+        _loaded_model(base)
 
 
 def _adapted_bare(candidate: Candidate, base: str) -> Any:
@@ -261,35 +258,13 @@ def backbone_folder(folder: Path) -> Path:
     return (folder / first).resolve()
 
 
-def _switch_adapters(model: nn.Module, *, on: bool) -> set[str]:
-    """Switches the adapters of a model on or off, lets them alone be trainable, and returns the names of their tensors.
-
-    What is trainable is what `load_weights` looks for in a stored folder.
-    """
-    layers = list(_adapter_layers(model))
-    if not layers:
-        return set()
-    model.requires_grad_(False)
-    for layer in layers:
-        layer.enable_adapters(on)
-    return {name for name, value in model.named_parameters() if value.requires_grad}
-
-
-def _adapter_layers(model: nn.Module) -> Iterator[Any]:
-    if not any("lora_" in name or ".base_layer." in name or "modules_to_save" in name for name in model.state_dict()):
-        return
-    require("peft", extra="lora")
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    yield from (part for part in model.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper))
-
-
 def _extra(file: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of ``extra.safetensors`` by the names that they have in ``model``.
+    """Returns the tensors of ``extra.safetensors``, where there is one, by the names that they have in ``model``.
 
     They were written by the names of the model in training, where a PeftModel may stand around a part or the whole.
     """
+    if not file.is_file():
+        return {}
     live = {_plain(name): name for name in model.state_dict()}
     stored = {name: value for name, value in load_file(file).items() if not name.startswith("loss.")}
     if unknown := [name for name in stored if _plain(name) not in live]:
@@ -299,6 +274,16 @@ def _extra(file: Path, model: nn.Module) -> dict[str, Tensor]:
 
 def _plain(name: str) -> str:
     return name.replace("base_model.model.", "")
+
+
+def _put_whole(model: nn.Module, source: str, like: Candidate) -> None:
+    """Copies the base's weights into a model of the shape of ``like``."""
+    state, live = _loaded_model(source).state_dict(), model.state_dict()
+    if state.keys() != live.keys() or any(state[n].shape != live[n].shape for n in state):
+        raise EvaluationError(f"the base {source!r} has another architecture than {like.name}")
+    with torch.no_grad():
+        for name, value in state.items():
+            live[name].copy_(value)
 
 
 def _put_bare(model: Any, candidate: Candidate) -> None:

@@ -27,6 +27,7 @@ from fullrank.modelfiles import (
     parts,
     pickles,
     problem_of,
+    shape_of,
     state_of,
     weight_files,
 )
@@ -45,6 +46,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Kind = Literal["model", "adapter"]
+_EXTRA = "extra.safetensors"
 _PREFERENCE = ("store", "checkpoint", "folder")
 
 
@@ -82,7 +84,8 @@ def discover(run_dir: str | Path) -> list[Candidate]:
     """Returns the candidates of a run, by rising step, those without a step last; what cannot be used has a `problem`.
 
     Folders of one step with unlike weights are candidates each; of equal weights one is taken, fullrank's best store
-    first. So it is with a folder without a step whose weights are those of another candidate.
+    first. So it is with a folder without a step whose weights are those of another candidate. Weights are equal only in
+    models of one shape: of other pooling, or an adapter of other scale, they are another candidate.
 
     Raises:
         DataError: no such folder, or nothing in it that could be a model.
@@ -248,13 +251,17 @@ def _same_weights(one: Candidate, other: Candidate) -> bool:
         return False
     try:
         ours, theirs = (_sized(c) for c in (one, other))
-        return ours.keys() == theirs.keys() and all(
-            ours[n][0] == theirs[n][0] and filecmp.cmp(ours[n][1], theirs[n][1], shallow=False) for n in ours
+        if _EXTRA not in ours:  # the trainer writes none beside the adapter that fullrank's store holds with it
+            theirs.pop(_EXTRA, None)
+        return (
+            ours.keys() == theirs.keys()
+            and all(ours[n][0] == theirs[n][0] and filecmp.cmp(ours[n][1], theirs[n][1], shallow=False) for n in ours)
+            and shape_of(one.path) == shape_of(other.path)
         )
     except OSError:
         return False
 
 
 def _sized(candidate: Candidate) -> dict[str, tuple[int, Path]]:
-    files: Iterable[Path] = (f for f in weight_files(candidate.path) if f.stem != "extra")
+    files = weight_files(candidate.path)
     return {str(f.relative_to(candidate.path)): (f.stat().st_size, f) for f in files}

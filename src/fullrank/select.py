@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from fullrank._errors import DataError, SettingError, first_few
 from fullrank.averaging import write_soup
-from fullrank.candidates import Loader
+from fullrank.candidates import Loader, refuse_gone
 from fullrank.contest import Contestant
 from fullrank.data import GoldenSet
 from fullrank.discover import Candidate, discover, inspect_folder, refuse_mixed
@@ -96,6 +96,7 @@ def select_checkpoint(
     used = {name: sets[name] for name in dict.fromkeys(name for name, _, _ in objective.terms)}
     if confirm is not None:
         _refuse_overlap(confirm, used)
+    refuse_gone(base)
     folder = Path(run_dir).expanduser()
     found = refuse_mixed(discover(folder))
     if guards and _start(found) is None and _source(found, base) is None:

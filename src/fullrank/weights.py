@@ -16,15 +16,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fullrank._errors import EvaluationError, first_few
+from fullrank._errors import DataError, EvaluationError, first_few
 from fullrank.adapters import (
     ADAPTER,
     adapter_tensors,
+    carriers,
     check_adapters,
     load_adapters,
     lost_elsewhere,
     move_active_up,
 )
+from fullrank.models import refusing_made_up
 from fullrank.wrappers import outermost
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "save_extra",
     "save_probe",
     "save_weights",
+    "stored_modules",
 ]
 
 EXTRA = "extra.safetensors"
@@ -73,7 +76,7 @@ def save_weights(
     save_extra(model, folder, loss=loss)
     if not any(folder.rglob(ADAPTER)):
         return []
-    beside = _beside(model, _stored_modules(model, folder))
+    beside = _beside(model, stored_modules(model, folder))
     noted = [f"{len(beside)} tensors train beside the adapter ({beside[0]}, ...)"] if beside else []
     return noted + lost_elsewhere(model)
 
@@ -120,8 +123,8 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str], *, loss: obje
     adapters = sorted(folder.rglob(ADAPTER))
     if not adapters:
         _load_whole(outermost(model), folder)
-    elif missing := [name for name in _trained(model) if name not in state]:  # a checkpoint that we did not write
-        filed = {name: value for name, value in _stored_modules(model, folder).items() if name in live}
+    elif missing := _not_in(state, model):  # a checkpoint that we did not write, or an adapter that did not train
+        filed = {name: value for name, value in stored_modules(model, folder).items() if name in live}
         if lost := [name for name in _beside(model, filed) if name in missing]:
             raise EvaluationError(f"{folder} does not hold what trains beside the adapter: {lost[:3]}")
         load_adapters(model, adapters, folder)
@@ -174,7 +177,7 @@ def _shares_memory(model: nn.Module) -> bool:
 def _load_whole(model: nn.Module, folder: Path) -> None:
     """Copies a stored state into the live model; rebuilding it is the last resort, as a class may need arguments."""
     live = _tensors(model)
-    state = _stored_modules(model, folder) if (folder / "modules.json").is_file() else _read_tensors(folder)
+    state = stored_modules(model, folder) if (folder / "modules.json").is_file() else _read_tensors(folder)
     if _misfit(state, live) is not None:
         state = _rebuilt(model, folder)
     if (misfit := _misfit(state, live)) is not None:
@@ -182,14 +185,17 @@ def _load_whole(model: nn.Module, folder: Path) -> None:
     _copy(state, live)
 
 
-def _stored_modules(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """Returns the state of a SentenceTransformer: each module's file, under the live names of that module."""
+def stored_modules(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """Returns the state of a SentenceTransformer: each module's file, under the live names of that module.
+
+    Where an adapter stands for a module, nothing of it is there.
+    """
     live = _tensors(model)
     state: dict[str, Tensor] = {}
     if not (folder / "modules.json").is_file():
         return state
     for entry in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
-        tensors = _read_tensors(folder / entry["path"])  # none where an adapter stands for the module
+        tensors = _read_tensors(folder / entry["path"])
         prefixes = (f"{entry['name']}.", f"{entry['name']}.model.", f"{entry['name']}.auto_model.")
         prefix = next((p for p in prefixes if all(p + name in live for name in tensors)), prefixes[0])
         state |= {prefix + name: value for name, value in tensors.items()}
@@ -206,10 +212,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _rebuilt(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     kind: Any = type(model)
     try:
-        if hasattr(kind, "from_pretrained"):
-            fresh = kind.from_pretrained(str(folder))
-        else:
-            fresh = kind(str(folder), device="cpu", local_files_only=True)
+        with refusing_made_up(str(folder)):
+            if hasattr(kind, "from_pretrained"):
+                fresh = kind.from_pretrained(str(folder))
+            else:
+                fresh = kind(str(folder), device="cpu", local_files_only=True)
+    except DataError as error:
+        raise EvaluationError(str(error)) from error
     except Exception as error:  # whatever a foreign constructor raises
         raise EvaluationError(f"{folder} cannot be loaded as a {kind.__name__}: {error}") from error
     return dict(fresh.state_dict())
@@ -237,6 +246,14 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters that training changes, by live name."""
     return {name: value for name, value in _tensors(outermost(model)).items() if value.requires_grad}
+
+
+def _not_in(state: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Returns what trains, and what an adapter consists of although it does not, that ``state`` does not hold."""
+    # Of several adapted modules no file tells which it belongs to: what does not train there stays as it is.
+    own = adapter_tensors(model) if len(carriers(model)) == 1 else set()
+    names = (n for n, value in _tensors(outermost(model)).items() if value.requires_grad or value.data_ptr() in own)
+    return [name for name in names if name not in state]
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
