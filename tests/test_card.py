@@ -2,12 +2,13 @@
 
 import doctest
 import re
+from dataclasses import replace
 
 import peft
 import pytest
 from typer.testing import CliRunner
 
-from fullrank import Backbone, GoldenSet, Result, RetrievalCallback, card, evaluate
+from fullrank import Backbone, GoldenSet, Result, RetrievalCallback, card, evaluate, load_golden
 from fullrank.card import card_section, with_section
 from fullrank.cli import app
 from training import LORA, make_trainer, plain_trainer, scripted, scripted_run, write_beir
@@ -41,7 +42,8 @@ def test_the_section_says_what_chose_on_what_and_how_sure_that_is(result):
 
 
 def test_guards_and_the_split_stand_there(result):
-    text = card_section("recall@1", result, golden="dev", step=4, split="dev", guards=[("faq", "ndcg@10", 0.02)])
+    of_dev = replace(result, provenance={**result.provenance, "split": "dev"})
+    text = card_section("recall@1", of_dev, golden="dev", step=4, guards=[("faq", "ndcg@10", 0.02)])
     assert "did not fall further below the base model than: `ndcg@10` on `faq` at most 2 points." in text
     assert "--data GOLDEN_SET_FOLDER --split dev --metrics" in text
 
@@ -49,7 +51,7 @@ def test_guards_and_the_split_stand_there(result):
 def test_a_confirmed_number_stands_beside_it(result):
     text = card_section("recall@1", result, golden="dev", step=4, confirmed=("test", result, None))
     assert "| this model, confirmed | `test` |" in text
-    assert "The confirmed score is the honest one: it was not chosen by." in text
+    assert "The confirmed score is the honest one: its queries took no part in the choice." in text
     assert "base model" not in text
 
 
@@ -92,17 +94,18 @@ def test_the_stored_folder_has_a_card_with_results_of_its_own_step(tiny_st, tiny
 
 
 def test_the_command_of_the_card_gives_the_number_of_the_card(tiny_st, tiny_golden, pairs, tmp_path):
-    trainer = make_trainer(tiny_st(), pairs, tmp_path / "run", max_steps=2)
-    callback = RetrievalCallback(tiny_golden, every=1).attach(trainer)
-    trainer.train()
-    text = (callback.best.path / "README.md").read_text()
     folder = tmp_path / "data"
     write_beir(tiny_golden, folder)
+    (folder / "qrels" / "test.tsv").rename(folder / "qrels" / "dev.tsv")
+    trainer = make_trainer(tiny_st(), pairs, tmp_path / "run", max_steps=2)
+    callback = RetrievalCallback(load_golden(folder, "dev"), every=1).attach(trainer)
+    trainer.train()
+    text = (callback.best.path / "README.md").read_text()
     command = re.search(r"^fullrank eval \. --data GOLDEN_SET_FOLDER (.*)$", text, re.M)[1].split()
     out = tmp_path / "again.json"
     run = CliRunner().invoke(app, ["eval", str(callback.best.path), "--data", str(folder), "--out", str(out), *command])
     assert run.exit_code == 0, run.output
-    shown = re.search(r"\| this model \| `tiny` \| ([\d.]+) \|", text)[1]
+    shown = re.search(r"\| this model \| `data-dev` \| ([\d.]+) \|", text)[1]
     assert f"{Result.load(out)['recall@1']:.4f}" == shown
 
 

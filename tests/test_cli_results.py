@@ -202,6 +202,8 @@ def test_wrong_input_of_both(files):
     )
     (files / "broken.json").write_text("{")
     checked_error(command("compare", "base.json", "broken.json", cwd=files), "broken.json is not a result file")
+    (files / "results").mkdir()
+    checked_error(command("compare", "base.json", "results", cwd=files), "results is a folder; give a file that Result")
 
 
 def test_texts_of_the_data_do_not_steer_a_terminal():

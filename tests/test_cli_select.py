@@ -167,11 +167,34 @@ def test_json_names_what_was_deleted(run_main, folder, data, monkeypatch):
 
     monkeypatch.setattr(keeping.shutil, "rmtree", fails)
     options = ["--data", data, "--split", "dev", "--keep-best", 1, "--delete", "--json"]
-    _, out, _ = run_main("select", folder, *options)
+    code, out, err = run_main("select", folder, *options)
     body = json.loads(out)
+    assert code == 2
+    assert "error: checkpoint-4 could not be deleted, see above" in err
     assert "checkpoint-4" in body["may_go"]
     assert set(body["deleted"]) == set(body["may_go"]) - {"checkpoint-4"}
     assert {path.name for path in folder.glob("checkpoint-*")} & set(body["deleted"]) == set()
+
+
+def test_no_journal_is_named_that_could_not_be_written(run_main, folder, data, monkeypatch):
+    from fullrank import selection
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(selection, "write_atomically", full)
+    code, out, _ = run_main("select", folder, "--data", data, "--split", "dev")
+    assert code == 0
+    assert "Chosen: step" in out
+    assert "Journal:" not in out
+
+
+def test_each_command_says_what_it_looks_for(run_main):
+    for command, there in (("select", True), ("watch", False)):
+        _, out, _ = run_main(command, "--help")
+        text = " ".join(out.split())
+        assert ("fullrank/best" in text) is there
+    assert "where checkpoint-N" in text
 
 
 def test_folders_that_hold_nothing(run_main, data, tmp_path):

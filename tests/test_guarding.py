@@ -51,16 +51,18 @@ def test_the_finding_names_drop_interval_and_remedy(general, base):
     finding = breach_of(Guard(general), base, moved(base, -0.031), step=40).finding
     assert finding.kind == "guard-general"
     assert str(finding).startswith(
-        "warning: step 40 lost 3.10 points of ndcg@10 on 'general' [3.10, 3.10], separable from no change; 2 are "
-        "allowed, so it is not eligible ("
+        "warning: step 40 changed ndcg@10 on 'general' by -3.10 points [-3.10, -3.10], separable from no change; a "
+        "fall of 2 points is allowed, so it is not eligible ("
     )
     assert str(finding).endswith("Try a lower learning rate, fewer epochs, or general pairs mixed in")
+    strict = breach_of(Guard(general, max_drop=0.0), base, moved(base, -0.031), step=40).finding
+    assert "; no fall is allowed, so it is not eligible" in str(strict)
 
 
 def test_the_end_points_to_the_best_eligible_step(general, base):
     breach = breach_of(Guard(general), base, moved(base, -0.031), step=40)
     text = passed_over(breach, score=0.52, metric="recall@1", best=20)
-    assert text.startswith("Step 40 scored higher, recall@1 0.5200, but lost 3.10 points of ndcg@10 on 'general' [")
+    assert text.startswith("Step 40 scored higher, recall@1 0.5200, but changed ndcg@10 on 'general' by -3.10 points [")
     assert "Step 20 is the best eligible one. Try a lower learning rate" in text
     assert "No step was eligible" in passed_over(breach, score=0.52, metric="recall@1", best=None)
 
@@ -174,12 +176,12 @@ def test_a_step_below_the_floor_is_never_kept(tiny_st, tiny_golden, general, pai
     assert rows[4]["eval_guard_general_ndcg@10_delta"] == pytest.approx(-0.1)
     lines = [json.loads(text) for text in (tmp_path / "fullrank" / "history.jsonl").read_text().splitlines()]
     assert [line.get("note") for line in lines] == [None, None, "not eligible", None, None]
-    assert "lost 10.00 points of ndcg@10 on 'general'" in lines[2]["findings"][0]
+    assert "changed ndcg@10 on 'general' by -10.00 points" in lines[2]["findings"][0]
     assert lines[2]["metrics"]["guard/general/ndcg@10"] == pytest.approx(0.7)
     assert Result.load(tmp_path / "fullrank" / "guard-step-4.general.json")["ndcg@10"] == pytest.approx(0.7)
     out = capsys.readouterr().out
-    assert out.count("warning: step 4 lost 10.00 points") == 1
-    assert out.splitlines()[-1].startswith("Step 4 scored higher, recall@1 0.9000, but lost 10.00 points")
+    assert out.count("warning: step 4 changed ndcg@10 on 'general' by -10.00 points") == 1
+    assert out.splitlines()[-1].startswith("Step 4 scored higher, recall@1 0.9000, but changed ndcg@10 on 'general' by")
     assert "Step 6 is the best eligible one." in out.splitlines()[-1]
     card = (callback.best.path / "README.md").read_text()
     assert "below the base model than: `ndcg@10` on `general` at most 2 points." in card

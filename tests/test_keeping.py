@@ -151,7 +151,7 @@ def test_the_best_so_many_are_eligible_checkpoints_and_no_base(scored):
 
 def test_a_row_counts_for_its_own_folder_and_not_for_others_of_its_step(scored):
     run, selection = scored
-    twin = replace(selection.rows[1], name="my old run")  # of step 4
+    twin = replace(selection.rows[1], name="my old run", path=str(run / "my old run"))  # of step 4
     why = keep(run, replace(selection, rows=(twin, *(r for r in selection.rows if r.name != "checkpoint-4"))))
     assert why["checkpoint-4"] == "not scored"
 

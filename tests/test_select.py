@@ -281,6 +281,68 @@ def test_a_guard_refuses_what_loses_too_much_of_the_base(run, golden, base_folde
     assert kept.winner.step == free.winner.step
 
 
+def test_what_no_guard_has_judged_is_neither_eligible_nor_refused(run, golden, base_folder, make_golden, monkeypatch):
+    from fullrank import contest
+
+    folder, general = run(), make_golden(9, name="general")
+    options = {"metric": "ndcg@10", "base": str(base_folder)}
+    free = select_checkpoint(folder, golden, **options, exhaustive=True, journal=folder / "a.json")
+    last = [row for row in free.rows if row.origin == "checkpoint"][-1]
+    real = contest.Contestant._extend
+    assert all(row.eligible is True for row in free.rows)
+
+    def killed(self, name, golden, *, whole):
+        if name.startswith("guard") and self.candidate.name == last.name:
+            raise Stop
+        real(self, name, golden, whole=whole)
+
+    monkeypatch.setattr(contest.Contestant, "_extend", killed)
+    options["guards"] = [Guard(general, "ndcg@10", 0.9)]
+    with pytest.raises(Stop):
+        select_checkpoint(folder, golden, **options, exhaustive=True)
+    monkeypatch.undo()
+    found = select_checkpoint(folder, golden, **options)
+    row = next(row for row in found.rows if row.name == last.name)
+    assert (row.status, row.score, row.eligible) == ("complete", last.score, None)
+    assert row.why == "not judged by the guards: it could not be chosen anyway"
+    assert leaderboard_table(found).count("not judged") == 2
+    assert next(r for r in found.as_dict()["rows"] if r["name"] == last.name)["eligible"] is None
+    anew = select_checkpoint(folder, golden, **options, journal=folder / "b.json")
+    assert {row.eligible for row in anew.rows if row.status == "pruned"} == {None}
+    assert (anew.winner.name, anew.winner.eligible) == (free.winner.name, True)
+
+
+def test_those_of_which_the_best_are_kept_are_those_that_keeping_decides_on(run, golden, tmp_path, monkeypatch):
+    from fullrank import select
+    from fullrank.keeping import decide, keepsakes
+    from fullrank.store import BestStore
+
+    folder, real, counted = run(), select.race, set()
+    (folder / "checkpoint-8").rename(folder / "step-8")
+    (folder / "checkpoint-12").rename(folder / "global_step_12")
+    shutil.move(folder / "checkpoint-16", tmp_path / "elsewhere")
+    (folder / "checkpoint-16").symlink_to(tmp_path / "elsewhere")
+    twin = folder / "checkpoint-24"
+    shutil.copytree(folder / "checkpoint-4", twin)
+    model = SentenceTransformer(str(twin), device="cpu")
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.1)
+    model.save_pretrained(str(twin))
+    store = BestStore(folder / "fullrank" / "best", resume=True)
+    store.offer(24, 0.5, lambda target: shutil.copytree(twin, target, dirs_exist_ok=True))
+
+    def race(contestants, *args, **options):
+        counted.update(c.candidate.name for c in contestants if c.counts)
+        return real(contestants, *args, **options)
+
+    monkeypatch.setattr(select, "race", race)
+    found = select_checkpoint(folder, golden, keep_best=1)
+    kept = keepsakes(folder, found)
+    assert {item.name for item in kept} == {"checkpoint-4", "checkpoint-20", "checkpoint-24"}
+    assert counted == {"checkpoint-4", "checkpoint-20"} == {item.name for item in kept if item.rank is not None}
+    assert decide(kept, keep_best=1, keep_last=1)["checkpoint-24"] == "a copy of fullrank/best/step-24"
+
+
 def test_guards_need_a_base(run, golden):
     with pytest.raises(SettingError, match=r"guards compare with the base model, and none is known; pass base="):
         select_checkpoint(run(), golden, guards=[Guard(golden)])
@@ -294,7 +356,14 @@ def test_the_confirming_score_is_the_headline(run, golden, base_folder, make_gol
     assert found.headline == direct(found.winner.path, confirm) == found.confirmed["recall@1"]
     assert found.comparison.n == 40
     assert found.comparison.delta == pytest.approx(found.headline - direct(base_folder, confirm))
-    assert "Confirmed on 40 queries that took no part in the choice" in choice_text(found)
+    chosen, confirmed, _ = choice_text(found).splitlines()
+    low, high = found.headline_interval
+    assert chosen == f"Chosen: step {found.winner.step} ({found.winner.name}) by recall@1."
+    assert confirmed.startswith(
+        "Confirmed on 40 queries that took no part in the choice: "
+        f"recall@1 {found.headline:.4f} [{low:.4f}, {high:.4f}]; recall@1 {100 * found.comparison.delta:+.2f} points ["
+    )
+    assert confirmed.endswith((" the base model.", " from the base model on these queries."))
     with pytest.raises(DataError, match="40 queries of the confirming set are among those of 'dev' that choose"):
         select_checkpoint(run("peft"), golden, confirm=golden)
 
@@ -556,6 +625,8 @@ def test_no_space_for_the_journal_is_an_error_line_and_the_selection_goes_on(run
         found = select_checkpoint(folder, golden, base=str(base_folder), journal=blocked / "selection.json")
     assert found.winner is not None
     assert caplog.text.count("cannot be written") == 1
+    assert found.journal is None
+    assert found.as_dict()["journal"] is None
 
 
 @pytest.mark.parametrize(
@@ -592,7 +663,7 @@ def test_the_card_says_by_which_rule_and_what_was_chosen(run, golden, base_folde
     found = select_checkpoint(run(), golden, base=str(base_folder), rule="one-se")
     card = (hand_over(found, tmp_path / "a") / "README.md").read_text()
     assert f"Step {found.winner.step} is the earliest within one standard error of the highest `recall@1`" in card
-    soup = replace(found, winner=replace(found.winner, name="soup", step=None), rule="max")
+    soup = replace(found, winner=replace(found.winner, name="soup", step=None, origin="soup"), rule="max")
     card = (hand_over(soup, tmp_path / "b") / "README.md").read_text()
     assert "The mean of the steps that could not be told apart had the highest `recall@1`" in card
 

@@ -16,13 +16,14 @@ from safetensors.numpy import load_file, save_file
 from fullrank import select_checkpoint, watching
 from fullrank._errors import DataError, SettingError
 from fullrank.discover import Candidate
-from fullrank.watch import WATCH, watch
+from fullrank.watch import WATCH, stored_best, watch
 from fullrank.watching import Sightings, held_lock
 
 pytest.importorskip("peft")
 FULLRANK = Path(sys.executable).with_name("fullrank")
 STEPS = (4, 8, 12, 16, 20)
 FAST = {"quiet": 0.05, "poll": 0.02}
+ONCE = {"idle_exit": 0.01, **FAST}
 
 
 @pytest.fixture
@@ -272,6 +273,189 @@ def test_a_folder_that_stays_half_written_is_named_once_and_does_not_hold_the_wa
     assert [line.step for line in lines] == [4]
     assert time.monotonic() - started < 20
     assert caplog.text.count("checkpoint-8 is not taken: model.safetensors has 4 bytes: half-written") == 1
+
+
+# ------------------------------------------------------------------------------------- the best is what is stored
+
+
+def embeds_as(folder, other, golden):
+    from sentence_transformers import SentenceTransformer
+
+    one, two = (SentenceTransformer(str(path), device="cpu").encode(golden.query_texts[:5]) for path in (folder, other))
+    return np.allclose(one, two, atol=1e-5)
+
+
+def best_after(run, golden, base, monkeypatch, disturb, how="full", steps=(4, 8)):
+    """Watches a run whose last step is the best; ``disturb`` comes between its evaluation and its storing."""
+    from fullrank import watch as module
+
+    real = module.copy_model
+
+    def copy(source, target):
+        if source.name == f"checkpoint-{steps[-1]}":
+            disturb(source)
+        real(source, target)
+
+    monkeypatch.setattr(module, "copy_model", copy)
+    return watch(run, golden, metric="ndcg@10", base=str(base), until=steps[-1], **FAST)
+
+
+@pytest.mark.parametrize("how", ["full", "peft", "around"])
+def test_a_best_step_that_is_rotated_away_while_it_is_scored_is_stored_from_memory(
+    arrive, golden, tiny_runs, tiny_base_path, tmp_path, monkeypatch, how, caplog
+):
+    from sentence_transformers import SentenceTransformer
+
+    from fullrank import evaluate
+
+    run = arrive(4, 20, how=how)
+    lines = best_after(run, golden, tiny_base_path, monkeypatch, shutil.rmtree, steps=(4, 20))
+    scores = {line.step: line.score for line in lines}
+    assert scores[20] == max(scores.values()) > scores[4]
+    assert "checkpoint-20 cannot be copied, its weights are written from memory: " in caplog.text
+    best = stored_best(run)
+    assert (best.step, best.score) == (20, scores[20])
+    model = SentenceTransformer(str(best.path), device="cpu")
+    assert evaluate(model, golden)["ndcg@10"] == pytest.approx(scores[20], abs=1e-9)
+    # The next one is read into a fresh model.
+    monkeypatch.undo()
+    arrive(16, how=how)
+    later = {line.step: line.score for line in watch(run, golden, metric="ndcg@10", base=str(tiny_base_path), **ONCE)}
+    whole = select_checkpoint(
+        tiny_runs[how], golden, metric="ndcg@10", base=str(tiny_base_path), exhaustive=True, journal=tmp_path / "a.json"
+    )
+    assert later[16] == next(row.score for row in whole.rows if row.step == 16)
+
+
+def test_a_best_step_that_is_written_anew_while_it_is_scored_is_stored_as_it_was(
+    arrive, golden, tiny_runs, tiny_base_path, monkeypatch
+):
+    run = arrive(4, 20)
+
+    def anew(source):
+        shutil.copy(tiny_runs["full"] / "checkpoint-4" / "model.safetensors", source)
+
+    best_after(run, golden, tiny_base_path, monkeypatch, anew, steps=(4, 20))
+    best = stored_best(run)
+    assert best.step == 20
+    assert embeds_as(best.path, tiny_runs["full"] / "checkpoint-20", golden)
+
+
+def test_a_step_that_cannot_be_stored_is_not_the_best(arrive, golden, monkeypatch):
+    from fullrank import watch as module
+
+    run, seen = arrive(4, 20), []
+    real = module.copy_model
+
+    def full(source, target):
+        if source.name == "checkpoint-20":
+            raise OSError("no space left")
+        real(source, target)
+
+    def also_full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(module, "copy_model", full)
+    monkeypatch.setattr(module, "save_loaded", also_full)
+    lines = watch(run, golden, metric="ndcg@10", until=20, on_line=lambda line, best: seen.append(best.step), **FAST)
+    last = next(line for line in lines if line.step == 20)
+    assert (last.status, last.eligible) == ("ok", False)
+    assert last.findings == ["error: its weights could not be stored: no space left"]
+    assert last.score > next(line.score for line in lines if line.step == 4)
+    assert seen == [4, 4]
+    assert stored_best(run).step == 4
+
+
+def test_the_command_names_the_best_that_is_stored(arrive, golden, run_main, tmp_path):
+    run, data = arrive(4), tmp_path / "data"
+    write_data(data, golden)
+    command = ["watch", run, "--data", data, "--until", "4", "--quiet", "0.05", "--poll", "0.02"]
+    code, out, err = run_main(*command)
+    assert code == 0, err
+    stored = run / WATCH / "best" / "step-4"
+    assert out.splitlines()[-1] == f"Best: step 4 with recall@1 {journal(run)[0]['score']:.4f}; {stored}"
+    shutil.rmtree(stored)
+    code, out, _ = run_main(*command)
+    assert (code, out.strip()) == (1, "Best: none; no step was evaluated whose weights are stored.")
+
+
+def test_a_base_whose_shape_is_rotated_away_is_stored(arrive, golden, monkeypatch):
+    from fullrank import watch as module
+
+    run, real = arrive(4, how="peft"), module._Scout._results
+
+    def results(self, key, encoder):
+        shutil.rmtree(run / "checkpoint-4", ignore_errors=True)
+        return real(self, key, encoder)
+
+    monkeypatch.setattr(module._Scout, "_results", results)
+    lines = watch(run, golden, idle_exit=0.005, **FAST)
+    assert [(line.step, line.status, line.eligible) for line in lines] == [(0, "ok", True)]
+    assert stored_best(run).step == 0
+
+
+# ------------------------------------------------------------------------------------- another training
+
+
+def test_another_training_in_the_same_folder_is_refused_at_the_start(arrive, golden, tiny_runs):
+    run = arrive(4, 8)
+    lines = watch(run, golden, until=8, **FAST)
+    assert all(len(line.fingerprint) == 16 for line in lines)
+    os.utime(run / "checkpoint-8" / "model.safetensors")  # the same weights, written again
+    assert watch(run, golden, until=8, **FAST) == lines
+    shutil.rmtree(run / "checkpoint-4")  # rotated away
+    assert watch(run, golden, until=8, **FAST) == lines
+    shutil.rmtree(run / "checkpoint-8")
+    shutil.copytree(tiny_runs["peft"] / "checkpoint-8", run / "checkpoint-8")
+    message = r"other weights than lie there now \('checkpoint-8'\): another training or base has taken their place"
+    with pytest.raises(DataError, match=message):
+        watch(run, golden, until=8, **FAST)
+    assert journal(run) == [line.as_dict() for line in lines]
+
+
+def test_another_training_that_begins_while_it_is_watched_ends_the_watch(arrive, golden, tiny_runs):
+    run, seen = arrive(4, 8), []
+
+    def begins(line, best):
+        seen.append(line.step)
+        if line.step == 8:
+            shutil.copy(tiny_runs["full"] / "checkpoint-20" / "model.safetensors", run / "checkpoint-4")
+
+    with pytest.raises(DataError, match=r"lie there now \('checkpoint-4'\)"):
+        watch(run, golden, idle_exit=0.05, on_line=begins, **FAST)
+    assert seen == [4, 8]
+
+
+def test_another_base_in_the_same_folder_is_refused(arrive, golden, tiny_runs, tiny_base_path, tmp_path):
+    run, base = arrive(4), tmp_path / "base"
+    shutil.copytree(tiny_base_path, base)
+    lines = watch(run, golden, base=str(base), until=4, **FAST)
+    assert watch(run, golden, base=str(base), until=4, **FAST) == lines
+    shutil.copy(tiny_runs["full"] / "checkpoint-20" / "model.safetensors", base)
+    with pytest.raises(DataError, match=r"lie there now \('the base model .*base'\)"):
+        watch(run, golden, base=str(base), until=4, **FAST)
+
+
+def test_weights_that_are_written_while_they_are_read_are_read_again(arrive, golden, tiny_runs, monkeypatch):
+    from fullrank.candidates import Loader
+
+    monkeypatch.setattr(watching, "FIRST_WAIT", 0.01)
+    run, real, seen = arrive(4), Loader.load, []
+
+    def load(self, candidate):
+        found = real(self, candidate)
+        if not seen:
+            shutil.copy(tiny_runs["full"] / "checkpoint-20" / "model.safetensors", run / "checkpoint-4")
+        seen.append(candidate.name)
+        return found
+
+    monkeypatch.setattr(Loader, "load", load)
+    (line,) = watch(run, golden, metric="ndcg@10", until=4, **FAST)
+    assert len(seen) == 2
+    assert line.status == "ok"
+    assert embeds_as(stored_best(run).path, tiny_runs["full"] / "checkpoint-20", golden)
+    (other,) = (r for r in select_checkpoint(run, golden, metric="ndcg@10").rows)
+    assert line.score == other.score
 
 
 # ------------------------------------------------------------------------------------- chaos, with real processes

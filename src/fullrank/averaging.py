@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fullrank._errors import DataError
+from fullrank._files import weights_as_files
 from fullrank.discover import Candidate
 from fullrank.modelfiles import STATE, weight_files
 
@@ -30,8 +31,7 @@ NOT_MODEL = (
     "result*.json",
     "probe.safetensors",
     "checkpoint-*",
-    "fullrank",
-    "fullrank.*",
+    "fullrank*",
     "runs",
     "selection.*",
 )
@@ -39,13 +39,18 @@ NOT_MODEL = (
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Copies the model in a folder, without the state of its training.
+    """Copies the model in a folder, without the state of its training; ``target`` may lie inside that folder.
 
     Raises:
         OSError: it cannot be read or written; what was written is taken away again.
     """
+    other, around = shutil.ignore_patterns(*NOT_MODEL), set(target.resolve().parents)
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        return {*other(folder, names), *(name for name in names if (Path(folder) / name).resolve() in around)}
+
     try:
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*NOT_MODEL))
+        shutil.copytree(source, target, ignore=ignored)
     except shutil.Error as error:  # a list of what failed
         shutil.rmtree(target, ignore_errors=True)
         raise OSError(f"{source} cannot be copied to {target}: {error.args[0][0][2]}") from error
@@ -87,13 +92,13 @@ def write_soup(members: Sequence[Candidate], target: Path) -> Path:
 
 def _average(sources: Sequence[Path], target: Path) -> None:
     with ExitStack() as stack:
+        stack.enter_context(weights_as_files())
         opened = [stack.enter_context(safe_open(source, framework="pt")) for source in sources]
         names = sorted(opened[0].keys())
         if any(sorted(file.keys()) != names for file in opened):
             raise DataError(f"{sources[0]} and the others hold different tensors")
         out = {name: _mean([file.get_tensor(name) for file in opened], name, sources[0]) for name in names}
-        metadata = opened[0].metadata()
-    save_file(out, target, metadata=metadata)
+        save_file(out, target, metadata=opened[0].metadata())
 
 
 def _mean(tensors: Sequence[Tensor], name: str, source: Path) -> Tensor:

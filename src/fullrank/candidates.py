@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fullrank._errors import DataError, EvaluationError, FullrankError
+from fullrank._files import weights_as_files
 from fullrank._optional import require
 from fullrank.discover import Candidate
 from fullrank.encode import Adapter
@@ -129,10 +130,14 @@ def save_loaded(encoder: Adapter, folder: Path, *, adapters: bool = True) -> Non
     """Writes the model behind ``encoder``, with the weights that are in it now, as a loadable folder.
 
     Adapters are merged into their base, or left out, which changes the model in memory: load anew before encoding.
+
+    Raises:
+        OSError: it cannot be written.
     """
     model: Any = getattr(encoder, "model", None)
     _remove_adapters(model, merge=adapters)
-    model.save_pretrained(str(folder))
+    with weights_as_files():
+        model.save_pretrained(str(folder))
 
 
 def _remove_adapters(model: Any, *, merge: bool) -> None:

@@ -40,7 +40,6 @@ def card_section(
     confirmed: tuple[str, Result, Result | None] | None = None,
     among: str = "the run's evaluations",
     folder: str = ".",
-    split: str | None = None,
     guards: Sequence[tuple[str, str, float]] = (),
 ) -> str:
     """Returns the section of a card that says how the model was chosen.
@@ -55,7 +54,6 @@ def card_section(
         confirmed: the second golden set, the chosen model's result on it and the base model's.
         among: which scores it is the highest of.
         folder: of the model, for the command.
-        split: of the golden set, for the command.
         guards: (golden set, metric, how far it might fall below the base model) of what had to be kept.
     """
     n = result.counts
@@ -82,13 +80,16 @@ def card_section(
         )
         lines += ["", f"Only steps were eligible that did not fall further below the base model than: {kept}."]
     flatters = (
-        "The highest of several scores flatters" if confirmed is None else "The confirmed score is the honest one"
+        "The highest of several scores flatters: it was chosen on the same queries."
+        if confirmed is None
+        else "The confirmed score is the honest one: its queries took no part in the choice."
     )
-    data = "GOLDEN_SET_FOLDER" + ("" if split is None else f" --split {shlex.quote(split)}")
+    split = result.provenance.get("split")
+    data = "GOLDEN_SET_FOLDER" + ("" if split is None else f" --split {shlex.quote(str(split))}")
     metrics = ",".join(_first([metric, *result.metrics]))
     lines += [
         "",
-        f"{flatters}: it was " + ("chosen on the same queries." if confirmed is None else "not chosen by."),
+        flatters,
         "To measure again, with the golden set in a folder:",
         "",
         "```console",

@@ -12,7 +12,8 @@ __all__ = ["NOT_ELIGIBLE", "Evaluation", "Status", "best_of", "since_best", "ste
 
 Status = Literal["ok", "failed", "skipped"]
 NOT_ELIGIBLE = "not eligible"
-"""The note of an evaluation that went well and may not be chosen: a guard was breached."""
+"""The note of an evaluation that went well and may not be chosen: by a guard, or as its weights are gone."""
+_NONE: dict[str, object] = {"note": None, "findings": [], "fingerprint": ""}
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Evaluation:
         error: traceback of a failed one.
         note: remarks, such as ``abandoned branch`` or ``not eligible``.
         findings: what stood out, as text.
+        fingerprint: of the weights, where they were read from a folder.
     """
 
     step: int
@@ -39,20 +41,16 @@ class Evaluation:
     error: str | None = None
     note: str | None = None
     findings: list[str] = field(default_factory=list)
+    fingerprint: str = ""
 
     @property
     def eligible(self) -> bool:
-        """Whether it may be chosen: it went well, and no guard was breached."""
+        """Whether it may be chosen: it went well, no guard was breached, and its weights are there."""
         return self.status == "ok" and self.note != NOT_ELIGIBLE
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the JSON form; note and findings are left out where there are none."""
-        body = dict(vars(self))
-        if self.note is None:
-            del body["note"]
-        if not self.findings:
-            del body["findings"]
-        return body
+        """Returns the JSON form; note, findings and fingerprint are left out where there are none."""
+        return {name: value for name, value in vars(self).items() if name not in _NONE or value != _NONE[name]}
 
 
 def best_of(history: Iterable[Evaluation]) -> Evaluation | None:

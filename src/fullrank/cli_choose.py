@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from fullrank._errors import DataError, SettingError
-from fullrank._files import refuse_unwritable
-from fullrank.checkpoints import best_of
+from fullrank._files import empty_folder, refuse_unwritable
 from fullrank.data import GoldenSet
 from fullrank.doors import Data, Split, app, quiet_loading
 from fullrank.guards import Guard
@@ -23,6 +22,7 @@ from fullrank.selection import Selection
 
 __all__ = ["select", "watch"]
 
+WatchedDir = Annotated[Path, typer.Argument(help="Folder of the run, where checkpoint-N folders appear.")]
 RunDir = Annotated[
     Path, typer.Argument(help="Folder of the run: checkpoint-N, fullrank/best, model folders, adapters.")
 ]
@@ -106,12 +106,14 @@ def select(
             say(json.dumps({**selection.as_dict(), "may_go": may_go, "deleted": gone}))
         elif keeps:
             _say_keeping(stays, gone, delete_rest)
+    if delete_rest and (left := [name for name in may_go if name not in gone]):
+        raise DataError(f"{', '.join(left)} could not be deleted, see above")
     raise typer.Exit(0 if selection.improved else 1)
 
 
 @app.command()
 def watch(
-    run_dir: RunDir,
+    run_dir: WatchedDir,
     data: Data,
     split: Split = "test",
     metric: MetricOption = None,
@@ -133,7 +135,7 @@ def watch(
     chooses = _objective(metric or ["recall@1"])
     label = chooses if isinstance(chooses, str) else "objective"
     with quiet_loading():
-        from fullrank.watch import WATCH
+        from fullrank.watch import WATCH, stored_best
         from fullrank.watch import watch as watch_run
 
         try:
@@ -152,9 +154,11 @@ def watch(
         except KeyboardInterrupt:
             say(f"Stopped. What is finished is in {run_dir / WATCH}; start again to go on.")
             raise typer.Exit(0) from None
-    best = best_of(lines)
+    best = stored_best(run_dir)
     if best is not None:
-        say(f"Best: step {best.step} with {label} {best.score:.4f}; {run_dir / WATCH / 'best'}")
+        say(f"Best: step {best.step} with {label} {best.score:.4f}; {best.path}")
+    elif lines:
+        say("Best: none; no step was evaluated whose weights are stored.")
     raise typer.Exit(0 if best is not None and best.step != 0 else 1)
 
 
@@ -166,7 +170,8 @@ def _say(selection: Selection, golden: GoldenSet) -> None:
     n = golden.n_answerable
     say(leaderboard_table(selection, title=f"{golden.name}: {n:,} queries, {len(golden.corpus):,} documents"))
     say(choice_text(selection))
-    say(f"Journal: {selection.journal}")
+    if selection.journal is not None:
+        say(f"Journal: {selection.journal}")
 
 
 def _say_keeping(stays: dict[str, str], gone: Sequence[str], delete_rest: bool) -> None:
@@ -213,6 +218,7 @@ def _guard(text: str) -> Guard:
 
 
 def _refuse_taken(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SettingError(f"--copy-to {folder}: exists already; name a new or empty folder")
-    refuse_unwritable(folder / "README.md")
+    try:
+        refuse_unwritable(empty_folder(folder) / "README.md")
+    except SettingError as error:
+        raise SettingError(f"--copy-to {error}") from None

@@ -18,7 +18,7 @@ from fullrank.data import GoldenSet
 from fullrank.discover import Candidate, fingerprint_of
 from fullrank.encode import Adapter
 from fullrank.gating import fell_beyond
-from fullrank.modelfiles import fingerprint, shape_of
+from fullrank.modelfiles import fingerprint, is_own_checkpoint, shape_of
 from fullrank.result import Result
 from fullrank.ring import Ring, guard_name
 from fullrank.selecting import Values, objective_values
@@ -43,6 +43,7 @@ class Contestant:
         likes: candidates in whose shape (pooling, length, prompts) such a base is loaded: that of the first that loads.
         is_base: whether this is the base model.
         source: path or hub id of a base model that is no folder of the run.
+        key: its name in the journal and in files; default: the candidate's, which what is no folder may share.
     """
 
     def __init__(
@@ -54,9 +55,12 @@ class Contestant:
         is_base: bool = False,
         source: str | None = None,
         likes: Sequence[Candidate] = (),
+        key: str = "",
     ) -> None:
         self.order, self.candidate, self.ring = order, candidate, ring
         self.is_base, self.source, self._likes = is_base, source, list(likes)
+        self.key = key or candidate.name
+        self._counts = candidate.origin == "checkpoint" and is_own_checkpoint(candidate.path) and not is_base
         self.error = candidate.problem or ""
         self.results: dict[str, Result] = {}
         self.entry = Entry("")
@@ -93,7 +97,12 @@ class Contestant:
     @property
     def complete(self) -> bool:
         """Whether the objective and all guards are known."""
-        return self.scored and (not self.eligible or all(self._guard_done(i) for i in range(len(self.ring.guards))))
+        return self.scored and self.judged
+
+    @property
+    def judged(self) -> bool:
+        """Whether it is known if a guard refuses it."""
+        return not self.eligible or all(self._guard_done(i) for i in range(len(self.ring.guards)))
 
     @property
     def coverage(self) -> float:
@@ -111,7 +120,7 @@ class Contestant:
     @property
     def counts(self) -> bool:
         """Whether it is a checkpoint folder of the run, of which the best so many are kept."""
-        return self.candidate.origin == "checkpoint" and not self.is_base
+        return self._counts
 
     @property
     def shape(self) -> Candidate | None:
@@ -245,7 +254,7 @@ class Contestant:
             result = self.results[name] = session.result()
             self._means[name] = result.metrics
             del self._sessions[name]
-            entry.results[name] = file = f"{quote(self.candidate.name, safe='')}.{quote(name, safe='')}.json"
+            entry.results[name] = file = f"{quote(self.key, safe='')}.{quote(name, safe='')}.json"
             self.ring.journal.save(file, result, entry.fingerprint)
             if name in self.ring.golden:
                 self.ring.learn(name, result)
@@ -297,7 +306,7 @@ class Contestant:
         except OSError as error:
             self.error = str(error)
             return
-        journal, name = self.ring.journal, self.candidate.name
+        journal, name = self.ring.journal, self.key
         known = journal.known(name, mark)
         self.entry = journal.entries[name] = known or Entry(mark)
         if self.entry.status == "failed":  # what failed may have been the machine's fault

@@ -62,6 +62,7 @@ class GoldenSet:
             documents. ``raise``: an error that lists them. ``keep``: such a query is unanswerable, such a document is
             never retrieved but stays in the denominators. ``drop``: they go. Judgements of unknown queries go in both.
         relevant_from: the smallest grade that counts as relevant. Grades <= 0 are never relevant.
+        split: which split of its source this is, as `load_golden` notes it: what a model card tells to measure again.
 
     Raises:
         DataError: empty corpus or queries, unknown ids, wrong types.
@@ -79,6 +80,7 @@ class GoldenSet:
     groups: Mapping[str, str] | None = None
     missing: Missing = "raise"
     relevant_from: float = 1
+    split: str | None = None
     _fingerprint: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

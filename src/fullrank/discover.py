@@ -17,6 +17,7 @@ from fullrank._errors import DataError
 from fullrank.modelfiles import (
     ADAPTER,
     ADAPTER_CONFIG,
+    CHECKPOINT,
     MODULES,
     STATE,
     STEP,
@@ -36,6 +37,7 @@ from fullrank.store import MANIFEST, BestStore
 __all__ = [
     "Candidate",
     "Kind",
+    "Origin",
     "checkpoint_folders",
     "discover",
     "fingerprint_of",
@@ -46,6 +48,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Kind = Literal["model", "adapter"]
+Origin = Literal["store", "checkpoint", "folder", "base", "soup"]
 _EXTRA = "extra.safetensors"
 _PREFERENCE = ("store", "checkpoint", "folder")
 
@@ -60,7 +63,8 @@ class Candidate:
         step: training step, or None where nothing tells it.
         kind: ``model`` (all weights) or ``adapter`` (a PEFT adapter, which needs its base).
         bare: without the files of a SentenceTransformer: pooling and prompts have to come from the base.
-        origin: ``store`` (fullrank's best), ``checkpoint`` (a numbered folder) or ``folder``.
+        origin: ``store`` (fullrank's best), ``checkpoint`` (a numbered folder) or ``folder``; of what is no folder of
+            the run: ``base`` or ``soup``, the mean of what is tied.
         base: the base model that an adapter names.
         problem: why it cannot be used, or None.
     """
@@ -70,7 +74,7 @@ class Candidate:
     step: int | None
     kind: Kind
     bare: bool
-    origin: Literal["store", "checkpoint", "folder"]
+    origin: Origin
     base: str | None = None
     problem: str | None = None
 
@@ -242,7 +246,7 @@ def _step_of_state(path: Path) -> int | None:
 
 def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
     """Returns (step, path) of the ``checkpoint-N`` folders right below ``root``, by rising step."""
-    matches = ((re.fullmatch(r"checkpoint-(\d{1,15})", path.name), path) for path in root.iterdir() if path.is_dir())
+    matches = ((CHECKPOINT.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 

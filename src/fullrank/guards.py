@@ -178,12 +178,12 @@ class Breach:
         found = self.comparison
         low, high = found.interval
         sure = "not separable from no change" if found.verdict == "not separable" else "separable from no change"
+        allowed = f"a fall of {100 * self.guard.max_drop:g} points" if self.guard.max_drop else "no fall"
         return Finding(
             f"guard-{self.guard.golden.name}",
             "warning",
-            f"step {self.step} lost {-100 * found.delta:.2f} points of {found.metric} on {self.guard.golden.name!r} "
-            f"[{-100 * high:.2f}, {-100 * low:.2f}], {sure}; {100 * self.guard.max_drop:g} are allowed, so it is not "
-            "eligible",
+            f"step {self.step} changed {found.metric} on {self.guard.golden.name!r} by {100 * found.delta:+.2f} points "
+            f"[{100 * low:+.2f}, {100 * high:+.2f}], {sure}; {allowed} is allowed, so it is not eligible",
             count=len(found.losses),
             examples=found.losses[:5],
             remedy=FORGETTING_REMEDY,

@@ -4,6 +4,7 @@ Promise: the folder loads by itself, without the state of the training; a copy t
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fullrank._errors import DataError, EvaluationError
+from fullrank._files import empty_folder
 from fullrank.averaging import copy_model
 from fullrank.candidates import Loader, backbone_folder, save_loaded
 from fullrank.card import card_section, with_section
@@ -38,30 +40,49 @@ def hand_over(selection: Selection, target: str | Path, *, base: str | None = No
     Raises:
         DataError: nothing was chosen, its folder has vanished, or what was written does not load.
         EvaluationError: what was written embeds otherwise than what was chosen.
+        SettingError: the folder is not empty.
         OSError: it cannot be written.
     """
-    winner, folder = selection.winner, Path(target).expanduser()
+    winner = selection.winner
     if winner is None:
         raise DataError("nothing was chosen, so there is nothing to write")
-    if folder.is_dir():
-        folder.rmdir()  # empty: the caller has made sure, and this raises otherwise
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = empty_folder(target)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    # In the folder itself: it may be a mount, the working folder, or the end of a link, none of which can be replaced.
+    partial = folder / f".{os.getpid()}.partial"
     try:
-        expected = _written(selection, winner, folder, base)
-        _refuse_other(expected, folder)
-        card = folder / "README.md"
+        expected = _written(selection, winner, partial, base)
+        _refuse_other(expected, partial)
+        card = partial / "README.md"
         text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
         card.write_text(with_section(text, _section(selection)), encoding="utf-8")
+        _move_contents(partial, folder)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
+
+
+def _move_contents(source: Path, target: Path) -> None:
+    """Moves what is in a folder into another one of its file system: all of it, or nothing."""
+    moved: list[Path] = []
+    try:
+        for path in sorted(source.iterdir()):
+            moved.append(path.rename(target / path.name))
+        source.rmdir()
+    except BaseException:
+        for path in moved:
+            path.rename(source / path.name)
+        raise
 
 
 def _written(selection: Selection, winner: Row, folder: Path, base: str | None) -> Tensor:
     """Writes the model, and returns how the chosen one embeds the probe texts."""
     source = Path(winner.path).expanduser()
-    if winner.name == BASE:
+    if winner.origin == BASE:
         shape = selection.base_shape
         like = None if shape is None else inspect_folder(Path(shape), Path(shape).name)
         encoder = Loader(base).load_base(winner.path, like)[1]
@@ -96,7 +117,7 @@ def _refuse_other(expected: Tensor, folder: Path) -> None:
     model = load_sentence_transformer(str(folder)).float().eval()
     found = as_encoder(model).encode_queries(PROBE)
     if expected.shape != found.shape or not torch.allclose(expected.cpu(), found.cpu(), atol=PROBE_TOLERANCE):
-        raise EvaluationError(f"{folder} embeds otherwise than what was chosen; it was not kept")
+        raise EvaluationError("what was written embeds otherwise than what was chosen; it was not kept")
 
 
 def _section(selection: Selection) -> str:
@@ -117,7 +138,7 @@ def _section(selection: Selection) -> str:
         else (str(confirmed.provenance.get("name", "")), confirmed, selection.base_confirmed),
     )
     mean = "The mean of the steps that could not be told apart"
-    what = f"Step {step}" if winner.step is not None else mean if winner.name == SOUP else "A model folder of the run"
+    what = f"Step {step}" if winner.step is not None else mean if winner.origin == SOUP else "A model folder of the run"
     highest = (
         "had the highest" if selection.rule == "max" else "is the earliest within one standard error of the highest"
     )

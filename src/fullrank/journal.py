@@ -169,6 +169,7 @@ def _evaluation(body: dict[str, Any]) -> Evaluation:
         "error": line.error is None or isinstance(line.error, str),
         "note": line.note is None or isinstance(line.note, str),
         "findings": isinstance(line.findings, list) and all(isinstance(text, str) for text in line.findings),
+        "fingerprint": isinstance(line.fingerprint, str),
     }
     if wrong := [name for name, fits in right.items() if not fits]:
         raise ValueError(f"{wrong[0]} is {getattr(line, wrong[0])!r}")

@@ -75,7 +75,7 @@ class Keeper:
             if step == 0 and self.store.best is not None:
                 self.restore(self.store.best)
             return is_best
-        except Exception as error:  # no space is an OSError or a SafetensorError, and training must not die of it
+        except Exception as error:  # a model may raise anything when it is saved, and training must not die of it
             if step == 0:
                 raise
             logger.error("the weights of step %d could not be stored (%s); the best so far stays", step, error)

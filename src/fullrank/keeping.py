@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullrank._errors import DataError, SettingError
-from fullrank.discover import checkpoint_folders, discover, fingerprint_of, inspect_folder
-from fullrank.modelfiles import STATE, state_of
-from fullrank.selection import Selection
+from fullrank.discover import Candidate, checkpoint_folders, discover, fingerprint_of, inspect_folder
+from fullrank.modelfiles import STATE, is_own_checkpoint, state_of
+from fullrank.selection import BASE, SOUP, Row, Selection
 
 __all__ = ["Keepsake", "decide", "delete", "keepsakes", "refuse_counts"]
 
@@ -85,13 +85,15 @@ def keepsakes(run_dir: str | Path, selection: Selection, *, base: str | None = N
         base: the base model that was given for it.
     """
     root = Path(run_dir).expanduser()
-    folders = [(step, path) for step, path in checkpoint_folders(root) if not path.is_symlink()]
-    names = {path.name for _, path in folders} - ({selection.base.name} if selection.base is not None else set())
-    scored = {row.name: row for row in selection.rows if row.status != "failed" and row.name in names}
-    rank = {name: place for place, name in enumerate(name for name, row in scored.items() if row.eligible)}
-    held = _held_by_trainer([path for _, path in folders]) | _needed(root, selection, base)
-    if selection.winner is not None:
-        held[selection.winner.name] = "chosen"
+    folders = [(step, path) for step, path in checkpoint_folders(root) if is_own_checkpoint(path)]
+    candidates = discover(root)
+    rows = {name: row for name, row in _rows(root, selection).items() if row.status != "failed"}
+    paths = {path.name for _, path in folders}
+    scored = {name: row for name, row in rows.items() if name in paths and not row.is_that_of(selection.base)}
+    rank = {name: place for place, name in enumerate(n for n, row in scored.items() if row.eligible is not False)}
+    held = {path.name: _copy_of(path, step, candidates) for step, path in folders if path.name not in rows}
+    held |= _held_by_trainer([path for _, path in folders]) | _needed(candidates, root, selection, base)
+    held |= {name: "chosen" for name, row in rows.items() if row.is_that_of(selection.winner)}
     return [
         Keepsake(
             path.name, step, rank.get(path.name), path.name in scored and path.name not in rank, held.get(path.name, "")
@@ -100,9 +102,24 @@ def keepsakes(run_dir: str | Path, selection: Selection, *, base: str | None = N
     ]
 
 
-def _needed(root: Path, selection: Selection, base: str | None) -> dict[str, str]:
+def _rows(root: Path, selection: Selection) -> dict[str, Row]:
+    """Returns the rows of the folders right below ``root``, by name, in the order of the leaderboard."""
+    where = root.resolve()
+    found = ((Path(row.path), row) for row in selection.rows if row.origin not in (BASE, SOUP))
+    return {path.name: row for path, row in found if path.parent.resolve() == where}
+
+
+def _copy_of(path: Path, step: int, candidates: Sequence[Candidate]) -> str:
+    """Returns of which candidate a folder holds the weights, or "" where it is a candidate itself."""
+    others = [candidate.name for candidate in candidates if candidate.step == step and not candidate.problem]
+    if not others or any(candidate.path == path for candidate in candidates):
+        return ""
+    return f"a copy of {' or '.join(others)}"
+
+
+def _needed(candidates: Iterable[Candidate], root: Path, selection: Selection, base: str | None) -> dict[str, str]:
     """Returns the folders right below ``root`` that something else needs, and why."""
-    bases = {candidate.base for candidate in discover(root) if candidate.base} | {base}
+    bases = {candidate.base for candidate in candidates if candidate.base} | {base}
     bases |= set() if selection.base is None else {selection.base.path}
     needed = {_below(root, Path(source).expanduser()): "a base model" for source in bases if source}
     needed |= {_below(root, link): f"the target of the link {link.relative_to(root)}" for link in _links(root)}
@@ -151,8 +168,8 @@ def delete(run_dir: str | Path, names: Sequence[str], selection: Selection, *, b
             have changed since they were scored; nothing is deleted then.
     """
     root = Path(run_dir).expanduser().resolve()
-    scored = {row.name: row.fingerprint for row in selection.rows}
-    needed = _needed(root, selection, base)
+    scored = {name: row.fingerprint for name, row in _rows(root, selection).items()}
+    needed = _needed(discover(root), root, selection, base)
     paths = []
     for name in names:
         path = root / name

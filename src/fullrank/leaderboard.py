@@ -3,11 +3,14 @@
 Promise: text is a pure function of a selection; a bound is called a bound, and 'proved lower' says no more than that.
 """
 
+import re
+
 from rich.markup import escape
 
 from fullrank.checkpoints import Evaluation
+from fullrank.comparison import Comparison
 from fullrank.report import render, slim_table
-from fullrank.selection import Row, Selection
+from fullrank.selection import BASE, Row, Selection
 
 __all__ = ["choice_text", "leaderboard_table", "nothing_evaluated", "watch_line"]
 
@@ -45,11 +48,13 @@ def _cells(row: Row, selection: Selection) -> list[str]:
 def _remark(row: Row, selection: Selection) -> str:
     if row.status == "failed":
         return "failed"
-    if selection.winner is not None and row.name == selection.winner.name:
+    if row.is_that_of(selection.winner):
         return "* chosen"
-    if not row.eligible:
+    if row.eligible is False:
         return "not eligible"
-    return "tied" if row.tied else "pruned" if row.status == "pruned" else ""
+    if row.tied or row.status == "pruned":
+        return "tied" if row.tied else "pruned"
+    return "not judged" if row.eligible is None else ""
 
 
 def _causes(selection: Selection) -> list[str]:
@@ -57,12 +62,17 @@ def _causes(selection: Selection) -> list[str]:
     named: dict[str, list[str]] = {}
     for row in selection.rows:
         if row.why:
-            kind = "failed: " if row.status == "failed" else "" if row.eligible else "not eligible: "
-            named.setdefault(kind + row.why.replace(row.path, "the folder"), []).append(row.name)
+            kind = "failed: " if row.status == "failed" else "not eligible: " if row.eligible is False else ""
+            named.setdefault(kind + _common(row), []).append(row.name)
     lines = [f"{', '.join(names)}: {cause}" for cause, names in named.items()]
     if any(row.tied for row in selection.rows):
         lines.append("tied: not to be told apart from the best")
     return lines
+
+
+def _common(row: Row) -> str:
+    """Returns why, with the folder of the row called so: others may have the same fault. A base model has its name."""
+    return row.why if row.origin == BASE else re.sub(rf"{re.escape(row.path)}(?![\w.-])", "the folder", row.why)
 
 
 def _delta(row: Row, selection: Selection) -> str:
@@ -93,9 +103,10 @@ def choice_text(selection: Selection) -> str:
         lines.append(selection.passed_over)
     if selection.confirmed is not None and selection.headline is not None and selection.headline_interval is not None:
         low, high = selection.headline_interval
+        against = "" if selection.comparison is None else f"; {_compared(selection.comparison)}"
         lines.append(
             f"Confirmed on {len(selection.confirmed.query_ids):,} queries that took no part in the choice: "
-            f"{selection.headline:.4f} [{low:.4f}, {high:.4f}]."
+            f"{selection.leading} {selection.headline:.4f} [{low:.4f}, {high:.4f}]{against}."
         )
     if selection.tied is not None:
         tied = ", ".join(selection.tied)
@@ -116,7 +127,7 @@ def choice_text(selection: Selection) -> str:
 
 def _base_stays(winner: Row, selection: Selection) -> str:
     """Returns the sentence of a selection that chose nothing better than the base."""
-    others = [row for row in selection.rows if row.name != winner.name]
+    others = [row for row in selection.rows if not row.is_that_of(winner)]
     scored = [row for row in others if row.status != "failed"]
     if not scored:
         return "Nothing to compare with the base model: " + (
@@ -141,24 +152,28 @@ def _rule(selection: Selection) -> str:
     return "" if selection.rule == "max" else ", the earliest within one standard error of the best"
 
 
+def _compared(found: Comparison) -> str:
+    low, high = found.interval
+    sure = {
+        "better": "better than the base model",
+        "worse": "worse than the base model",
+        "not separable": "not separable from the base model on these queries",
+    }[found.verdict]
+    return (
+        f"{found.metric} {100 * found.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}], "
+        f"p = {found.p_value:.4f} over {found.n} queries: {sure}"
+    )
+
+
 def _against_base(selection: Selection) -> str:
-    if selection.comparison is not None:
-        found = selection.comparison
-        low, high = found.interval
-        sure = {
-            "better": "better than the base model",
-            "worse": "worse than the base model",
-            "not separable": "not separable from the base model on these queries",
-        }[found.verdict]
-        return (
-            f": {found.metric} {100 * found.delta:+.2f} points [{100 * low:+.2f}, {100 * high:+.2f}], "
-            f"p = {found.p_value:.4f} over {found.n} queries: {sure}"
-        )
+    """Returns how the choice stands to the base on the queries that chose; what confirms it has a line of its own."""
+    if selection.comparison is not None and selection.confirmed is None:
+        return f": {_compared(selection.comparison)}"
     if selection.base is not None and selection.base.status == "failed":
         return "; not compared with the base model, which could not be evaluated"
     if selection.base is None:
         return "; no base model is known to compare with (pass --base)"
-    if selection.winner is not None and selection.winner.delta is not None:
+    if selection.winner is not None and selection.winner.delta is not None and selection.base.status == "pruned":
         return f": at least {100 * selection.winner.delta:+.2f} points over the base model, which was left at its bound"
     return ""
 
@@ -169,5 +184,5 @@ def watch_line(line: Evaluation, best: Evaluation | None, label: str) -> str:
         last = (line.error or line.note or "").strip().splitlines()
         return f"step {line.step}  {line.status}: {last[-1] if last else 'no reason given'}"
     also = "".join(f"  {n} {v:.4f}" for n, v in line.metrics.items() if n in ("ndcg@10",) and n != label)
-    mark = "  * best" if best is not None and best.step == line.step else ""
+    mark = "  * best" if best is not None and best.step == line.step else "" if line.eligible else f"  {line.note}"
     return f"step {line.step}  {label} {line.score:.4f}{also}  {line.seconds:.0f} s{mark}"

@@ -264,7 +264,7 @@ def _from_rows(source: str, rows: Rows, split: str, build: "partial[GoldenSet]")
     qrels = _collect(enumerate(rows.judgements, 1), problems("judgements"), _grade)
     queries = _by_id(enumerate(rows.queries, 1), problems("queries"), _query, keep=qrels)
     corpus = _by_id(enumerate(rows.documents, 1), problems("corpus"), _document)
-    return build(queries, corpus, qrels, name=_named(rows.name, split))
+    return build(queries, corpus, qrels, name=_named(rows.name, split), split=split)
 
 
 def _from_folder(folder: Path, split: str, qrels_path: Path, build: "partial[GoldenSet]") -> GoldenSet:
@@ -274,7 +274,7 @@ def _from_folder(folder: Path, split: str, qrels_path: Path, build: "partial[Gol
     qrels = read_qrels(qrels_path)
     problems = Problems(queries_path, _QUERY_ROWS)
     queries = _by_id(read_objects(queries_path, problems), problems, _query, keep=qrels)
-    return build(queries, read_corpus(corpus_path), qrels, name=_named(folder.resolve().name, split))
+    return build(queries, read_corpus(corpus_path), qrels, name=_named(folder.resolve().name, split), split=split)
 
 
 def _from_golden(path: Path, build: "partial[GoldenSet]") -> GoldenSet:

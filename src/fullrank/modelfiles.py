@@ -21,6 +21,7 @@ __all__ = [
     "STATE",
     "adapter_config",
     "fingerprint",
+    "is_own_checkpoint",
     "json_object",
     "parts",
     "pickles",
@@ -41,6 +42,7 @@ ADAPTER, ADAPTER_CONFIG, MODULES, STATE = (
     "trainer_state.json",
 )
 STEP = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d{1,15})(?:\.\d+)?")
+CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 STORE = Path("fullrank") / "best"
 SHAPING = (
     MODULES,
@@ -62,6 +64,11 @@ PASSING = ("transformers_version", "__version__", "_name_or_path", "name_or_path
 def shaping_files(path: Path) -> list[Path]:
     """Returns the files of a model folder and its modules that shape the model besides its weights."""
     return sorted({f for part in parts(path) for pattern in SHAPING for f in part.glob(pattern) if f.is_file()})
+
+
+def is_own_checkpoint(path: Path) -> bool:
+    """Returns whether a folder is one that keeping decides on: ``checkpoint-N`` and no link."""
+    return CHECKPOINT.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 def shape_of(path: Path) -> str:

@@ -155,6 +155,7 @@ def outcome(
         provenance={
             "data": golden.fingerprint(),
             "name": golden.name,
+            **({} if golden.split is None else {"split": golden.split}),
             "ties": settings.ties,
             "similarity": settings.similarity,
             "exclude_self": settings.exclude_self,

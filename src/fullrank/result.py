@@ -216,6 +216,8 @@ class Result:
             DataError: not a result file, another schema version, fields missing or of a wrong type.
         """
         source = Path(path)
+        if source.is_dir():
+            raise DataError(f"{source} is a folder; give a file that Result.save wrote")
         if not source.is_file():
             raise DataError(f"{source}: there is no such file")
         if source.stat().st_size > MAX_RESULT_BYTES:

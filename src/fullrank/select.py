@@ -120,7 +120,7 @@ def select_checkpoint(
             remember_bounds=rule == "max" and not tied and not soup,
             progress=lambda: None,
         )
-        contestants = _contestants(found, ring, base)
+        contestants = _contestants(found, ring, base, folder)
         _report_progress(ring, contestants, progress)
         known_base = next((c for c in contestants if c.is_base), None)
         try:
@@ -152,16 +152,17 @@ def _source(found: Sequence[Candidate], base: str | None) -> str | None:
     return base or next((c.base for c in found if c.base and not c.problem), None)
 
 
-def _contestants(found: Sequence[Candidate], ring: Ring, base: str | None) -> list[Contestant]:
+def _contestants(found: Sequence[Candidate], ring: Ring, base: str | None, root: Path) -> list[Contestant]:
     """Returns the base model, where one is known, and the candidates by rising step."""
     contestants: list[Contestant] = []
     start, source = _start(found), _source(found, base)
     if start is None and source is not None:
         likes = sorted((c for c in found if not c.problem), key=lambda c: c.kind != "adapter")[:LIKES]
-        model = Candidate(BASE, Path(source).expanduser(), 0, "model", False, "folder")
-        contestants.append(Contestant(0, model, ring, is_base=True, source=source, likes=likes))
+        model = Candidate(BASE, Path(source).expanduser(), 0, "model", False, BASE)
+        contestants.append(Contestant(0, model, ring, is_base=True, source=source, likes=likes, key=f"/{BASE}"))
     for candidate in found:
-        contestants.append(Contestant(len(contestants), candidate, ring, is_base=candidate is start))
+        key = "/" if candidate.path == root else ""  # a folder in it may have its name
+        contestants.append(Contestant(len(contestants), candidate, ring, is_base=candidate is start, key=key))
     return contestants
 
 
@@ -228,9 +229,9 @@ def _cook(group: Sequence[Contestant], journal: Path, ring: Ring, order: int) ->
     except (DataError, OSError) as error:
         logger.error("the mean of %s cannot be made: %s", ", ".join(c.candidate.name for c in members), error)
         return None
-    candidate = inspect_folder(path, SOUP)
+    candidate = inspect_folder(path, SOUP, origin=SOUP)
     if candidate is None:
         return None
     names = ", ".join(c.candidate.name for c in members)
     logger.info("soup: the mean of %s", names)
-    return Contestant(order, replace(candidate, step=None), ring)
+    return Contestant(order, replace(candidate, step=None), ring, key=f"/{SOUP}")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from fullrank._errors import DataError
 from fullrank._files import write_atomically
 from fullrank.comparison import Comparison
+from fullrank.discover import Origin
 from fullrank.result import Result
 from fullrank.stats import Interval
 
@@ -23,8 +24,9 @@ __all__ = ["BASE", "SOUP", "Entry", "Row", "Selection", "SelectionJournal"]
 
 logger = logging.getLogger(__name__)
 
-BASE, SOUP = "base", "soup"
-"""Names of candidates that are no folder of the run: the base model, and the mean of what is tied."""
+BASE: Literal["base"] = "base"
+SOUP: Literal["soup"] = "soup"
+"""Names and origins of candidates that are no folder of the run: the base model, and the mean of what is tied."""
 KIND, SCHEMA = "fullrank.selection", 1
 BELONGS = "selection"
 """Where a stored result says to which weights and settings it belongs."""
@@ -38,7 +40,7 @@ class Row:
     """One line of the leaderboard.
 
     Attributes:
-        name: the candidate's path below the run's folder, or ``base``.
+        name: the candidate's path below the run's folder; ``base`` and ``soup`` for what is none, by its `origin`.
         path: where its weights are; for the base a path or hub id.
         step: training step, or None.
         status: ``complete``; ``pruned``, proved lower on these queries by a bound; or ``failed``, which is no score.
@@ -48,11 +50,12 @@ class Row:
         delta: paired difference to the base; for a base that was left at its bound, the least that it is.
         coverage: share of the corpus that was ranked.
         documents_per_second: of encoding.
-        eligible: whether it may be chosen.
-        why: why it was not finished, not eligible, or failed.
+        eligible: whether it may be chosen; None where a guard was not measured, as another was better anyway.
+        why: why it was not finished, not judged, not eligible, or failed.
         tied: cannot be told apart from the best (only where that was asked for).
         metrics: all metrics of a complete one; with several golden sets ``{"<set>/recall@1": ...}``.
         fingerprint: of the weights.
+        origin: see `fullrank.discover.Candidate`.
     """
 
     name: str
@@ -65,11 +68,16 @@ class Row:
     delta: float | None = None
     coverage: float = 0.0
     documents_per_second: float | None = None
-    eligible: bool = True
+    eligible: bool | None = True
     why: str = ""
     tied: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     fingerprint: str = ""
+    origin: Origin = "folder"
+
+    def is_that_of(self, other: "Row | None") -> bool:
+        """Returns whether both are of one candidate: names may be equal, as a folder may be called ``base``."""
+        return other is not None and (self.origin, self.path) == (other.origin, other.path)
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class Selection:
         base_shape: path of the candidate whose pooling, length and prompts the base was given, or None.
         passed_over: sentence on a candidate that scored higher and that a guard refused, or "".
         data: name and size of what it was chosen on.
-        journal: path of ``selection.json``.
+        journal: path of ``selection.json``; None where it could not be written.
     """
 
     winner: Row | None
@@ -120,7 +128,7 @@ class Selection:
     documents_spent: int
     share: float
     data: str
-    journal: Path
+    journal: Path | None
     base_shape: str | None = None
     passed_over: str = ""
 
@@ -140,7 +148,7 @@ class Selection:
                 "headline_interval": None if self.headline_interval is None else asdict(self.headline_interval),
                 "confirmed": None if self.confirmed is None else self.confirmed.metrics,
                 "comparison": comparison,
-                "journal": str(self.journal),
+                "journal": None if self.journal is None else str(self.journal),
             }
         )
         return found
@@ -208,11 +216,11 @@ class SelectionJournal:
             return None
         return replace(found, provenance=provenance)
 
-    def write(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Writes the journal; a full disk is an error line, as the selection itself can go on."""
+    def write(self, extra: Mapping[str, Any] | None = None) -> bool:
+        """Writes the journal, and returns whether it did: a full disk is an error line, as the selection can go on."""
         entries = {name: vars(entry) for name, entry in self.entries.items()}
         body = {"kind": KIND, "schema": SCHEMA, "settings": self.settings, "candidates": entries, **(extra or {})}
-        self._try(lambda: write_atomically(self.path, json.dumps(_finite(body), indent=1) + "\n"))
+        return self._try(lambda: write_atomically(self.path, json.dumps(_finite(body), indent=1) + "\n"))
 
     def save(self, file: str, result: Result, fingerprint: str) -> None:
         """Writes a finished result, with what it belongs to: another selection may write the same file."""
@@ -222,13 +230,15 @@ class SelectionJournal:
     def _belongs(self, fingerprint: str) -> str:
         return hashlib.sha256(json.dumps([self.settings, fingerprint], sort_keys=True).encode()).hexdigest()[:16]
 
-    def _try(self, write: Any) -> None:
+    def _try(self, write: Any) -> bool:
         try:
             write()
+            return True
         except OSError as error:
             if not self._silent:
                 logger.error("%s cannot be written (%s); the selection goes on and cannot be resumed", self.path, error)
             self._silent = True
+            return False
 
 
 def _finite(value: Any) -> Any:

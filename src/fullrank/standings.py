@@ -24,6 +24,8 @@ __all__ = ["standings", "tied_group"]
 
 logger = logging.getLogger(__name__)
 
+NOT_JUDGED = "not judged by the guards: it could not be chosen anyway"
+
 
 def tied_group(best: Contestant, contestants: Sequence[Contestant]) -> list[Contestant]:
     """Returns the best and what cannot be told apart from it."""
@@ -62,7 +64,7 @@ def standings(
     if confirm is not None and winner is not None:
         confirmed = _confirmed(winner, confirm, ring)
         base_confirmed = confirmed if base is winner else _confirmed(base, confirm, ring) if base else None
-    pair = (base_confirmed, confirmed) if confirm is not None else (base_result, result)
+    pair = (base_confirmed, confirmed) if confirmed is not None else (base_result, result)
     known = base is not None and not base.failed
     higher = winner is not None and (base is None or not known or winner.bound > base.bound + TOLERANCE)
     improved = winner is not base and higher
@@ -99,14 +101,16 @@ def standings(
         base_shape=str(base.shape.path) if base is not None and base.shape is not None else None,
         passed_over=_passed_over(contestants, winner, ring),
     )
-    ring.journal.write({"selection": selection.as_dict()})
-    return selection
+    written = ring.journal.write({"selection": selection.as_dict()})
+    return selection if written else replace(selection, journal=None)
 
 
 def _row(contestant: Contestant, ring: Ring, base: Contestant | None, best: Contestant | None, *, is_tied: bool) -> Row:
     candidate = contestant.candidate
     path = contestant.source or str(candidate.path)
-    row = Row(candidate.name, path, candidate.step, "failed", eligible=False, why=contestant.error)
+    row = Row(
+        candidate.name, path, candidate.step, "failed", eligible=False, why=contestant.error, origin=candidate.origin
+    )
     if contestant.failed:
         return row
     bound = contestant.bound
@@ -116,7 +120,7 @@ def _row(contestant: Contestant, ring: Ring, base: Contestant | None, best: Cont
         bound=bound if math.isfinite(bound) else None,
         coverage=contestant.coverage,
         documents_per_second=contestant.documents_per_second,
-        eligible=contestant.eligible,
+        eligible=contestant.eligible if contestant.judged else None,
         why=contestant.entry.refused,
         tied=is_tied,
     )
@@ -130,7 +134,8 @@ def _row(contestant: Contestant, ring: Ring, base: Contestant | None, best: Cont
         for m, value in contestant.results[name].metrics.items()
     }
     interval = _interval(contestant, ring)
-    return replace(row, status="complete", score=bound, interval=interval, delta=delta, metrics=metrics)
+    why = row.why if contestant.judged else NOT_JUDGED
+    return replace(row, status="complete", score=bound, interval=interval, delta=delta, metrics=metrics, why=why)
 
 
 def _pruned(bound: float, best: Contestant | None) -> str:

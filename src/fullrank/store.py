@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fullrank._errors import DataError, SettingError
-from fullrank._files import write_atomically
+from fullrank._files import weights_as_files, write_atomically
 from fullrank.checkpoints import steps_to_keep
 from fullrank.journal import move_aside
 
@@ -142,7 +142,8 @@ class BestStore:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
-            save(partial)
+            with weights_as_files():
+                save(partial)
             added = Stored(step, score, self._free_path(step), _sizes(partial))
             partial.rename(added.path)
         finally:

@@ -1,25 +1,26 @@
 """Watching a training run from elsewhere: each new checkpoint is evaluated once, the best is kept up to date.
 
 Promise: a half-written checkpoint is never evaluated; each is in the journal once, whatever is killed when; the choice
-does not hang on the order in which checkpoints arrive; nothing that the run wrote is changed.
+does not hang on the order in which checkpoints arrive; the best is a step whose weights are stored, and they are those
+that were scored; nothing that the run wrote is changed.
 """
 
-import json
 import logging
 import math
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fullrank._errors import DataError, FullrankError, SettingError
-from fullrank._files import write_atomically
 from fullrank.averaging import copy_model
 from fullrank.candidates import Loader, save_loaded
-from fullrank.checkpoints import Evaluation, best_of
+from fullrank.checkpoints import NOT_ELIGIBLE, Evaluation
 from fullrank.data import GoldenSet
-from fullrank.discover import Candidate, checkpoint_folders, inspect_folder
+from fullrank.discover import Candidate, checkpoint_folders, fingerprint_of, inspect_folder
 from fullrank.encode import Adapter, Precision
 from fullrank.journal import Journal
 from fullrank.metrics import Metric, TieRule
@@ -29,10 +30,10 @@ from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
 from fullrank.selection import BASE
 from fullrank.settings import DEFAULT_METRICS, refuse_no_count
-from fullrank.store import BestStore
-from fullrank.watching import SETTINGS, Sightings, held_lock, read_settings
+from fullrank.store import BestStore, Stored
+from fullrank.watching import Recognition, Sightings, base_fingerprint, held_lock, note_settings
 
-__all__ = ["WATCH", "watch"]
+__all__ = ["WATCH", "stored_best", "watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ def watch(
 
     Raises:
         SettingError: another watcher holds the folder, or an option that cannot work.
-        DataError: no such folder, or a journal that cannot be read.
+        DataError: no such folder, a journal that cannot be read or is of other settings, or checkpoints whose weights
+            are others than those that it has scores of.
     """
     refuse_no_count("attempts", attempts, "a whole number from 1")
     for name, value in (("quiet", quiet), ("poll", poll), ("idle_exit", idle_exit or 0.0)):
@@ -97,7 +99,7 @@ def watch(
                 if line is not None:
                     started = time.monotonic()
                     if on_line is not None:
-                        on_line(line, best_of(scout.journal.lines))
+                        on_line(line, scout.best())
                     continue
                 news = max(started, sightings.last_change or started)
                 if idle_exit is not None and not sightings.waiting and time.monotonic() - news >= 60 * idle_exit:
@@ -106,6 +108,15 @@ def watch(
             return list(scout.journal.lines)
         finally:
             scout.close()
+
+
+def stored_best(run_dir: str | Path) -> Stored | None:
+    """Returns the best of the steps of a watched run whose weights are stored.
+
+    Raises:
+        DataError: the list of what is stored cannot be read.
+    """
+    return BestStore(Path(run_dir).expanduser() / WATCH / "best", resume=True).best
 
 
 class _Scout:
@@ -128,6 +139,7 @@ class _Scout:
         self.loader = Loader(base)
         self._base_failed = self._base_given_up = False
         self.journal = Journal(root / WATCH)
+        self.recognition = Recognition(root / WATCH, base)
         self._plans: dict[tuple[str, str], EvaluationPlan] = {}
         self._writer: Any = None
 
@@ -135,7 +147,10 @@ class _Scout:
         """Reads the journal, and writes its scalars anew: a kill may have come between a line and its scalars."""
         self.journal.resume(1 << 62, [])
         self.store = BestStore(self.root / WATCH / "best", keep_best=keep_best, resume=True)
-        self._refuse_other_settings()
+        self._note_settings()
+        found = self._found()
+        self.recognition.refuse_others(found, self.journal.lines)
+        self.recognition.refuse_other_base(found, self.journal.lines)
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(self.root / WATCH / "tensorboard"), purge_step=0)
@@ -149,6 +164,11 @@ class _Scout:
             return False
         return all(candidate.step in done for candidate in self._found() if not candidate.problem)
 
+    def best(self) -> Evaluation | None:
+        """Returns the line of the best step whose weights are stored."""
+        lines = {line.step: line for line in self.journal.lines}
+        return next((lines[entry.step] for entry in self.store.stored if entry.step in lines), None)
+
     def close(self) -> None:
         """Closes the events file."""
         if self._writer is not None:
@@ -158,7 +178,9 @@ class _Scout:
         """Evaluates the earliest checkpoint that is due; returns its line, or None where nothing was finished."""
         found = self._found()
         done = {line.step for line in self.journal.lines}
-        for broken in sightings.stalled(found, time.monotonic()):
+        known = sightings.settled((c for c in found if c.step in done), time.monotonic())
+        self.recognition.refuse_others(known, self.journal.lines)
+        for broken in sightings.stalled((c for c in found if c.step not in done), time.monotonic()):
             logger.warning("%s is not taken: %s", broken.name, broken.problem)
         gone = sightings.waiting - {c.name for c in found} - {BASE}
         for name in gone:
@@ -173,12 +195,17 @@ class _Scout:
             return self._evaluate_base(like, sightings)
         if candidate is None:
             return None
+        return self._evaluate(candidate, sightings)
+
+    def _evaluate(self, candidate: Candidate, sightings: Sightings) -> Evaluation | None:
         start = time.perf_counter()
         try:
-            _, results = self._results(*self.loader.load(candidate))
+            key, encoder, mark = self._loaded(candidate)
+            results = self._results(key, encoder)
             score = self._score(results)
         except Exception as error:  # a model may raise anything, and the next checkpoint may be better
             logger.warning("%s could not be evaluated: %s", candidate.name, error)
+            self._forget_models()
             if not sightings.failed(candidate, time.monotonic()):
                 return None
             sightings.forget(candidate.name)
@@ -187,8 +214,35 @@ class _Scout:
             return self._note(line, {})
         line = self._line(candidate.step or 0, _epoch(candidate.path), score, results, time.perf_counter() - start)
         sightings.forget(candidate.name)
-        self._keep(line, lambda target: copy_model(candidate.path, target), results)
-        return self._note(line, results)
+        line = replace(line, fingerprint=mark)
+        return self._note(self._kept(line, lambda to: self._write(candidate, mark, encoder, to), results), results)
+
+    def _loaded(self, candidate: Candidate) -> tuple[str, Adapter, str]:
+        """Returns the name of the model in memory, what encodes with it, and the fingerprint of what was read."""
+        mark = fingerprint_of(candidate, self.base)
+        key, encoder = self.loader.load(candidate)
+        if fingerprint_of(candidate, self.base) != mark:
+            raise DataError(f"{candidate.path} was written to while it was read")
+        return key, encoder, mark
+
+    def _forget_models(self) -> None:
+        """Has the next candidate read into a fresh model."""
+        self.loader = Loader(self.base)
+        self._plans.clear()
+
+    def _write(self, candidate: Candidate, mark: str, encoder: Adapter, target: Path) -> None:
+        """Copies a checkpoint; where its folder no longer holds what was scored, writes the model in memory."""
+        try:
+            copy_model(candidate.path, target)
+            if fingerprint_of(replace(candidate, path=target), self.base) == mark:
+                return
+            why = "it was written to since it was scored"
+        except OSError as error:
+            why = str(error)
+        logger.warning("%s cannot be copied, its weights are written from memory: %s", candidate.name, why)
+        shutil.rmtree(target, ignore_errors=True)
+        save_loaded(encoder, target)
+        self._forget_models()  # adapters were merged
 
     def _found(self) -> list[Candidate]:
         try:
@@ -208,10 +262,13 @@ class _Scout:
     def _evaluate_base(self, like: Candidate, sightings: Sightings) -> Evaluation | None:
         source, start = self.base or like.base or "", time.perf_counter()
         try:
-            _, results = self._results(*self.loader.load_base(source, like))
+            mark = base_fingerprint(source)
+            key, encoder = self.loader.load_base(source, like)
+            results = self._results(key, encoder)
             line = self._line(0, 0.0, self._score(results), results, time.perf_counter() - start)
         except Exception as error:
             logger.warning("the base model %s could not be evaluated: %s", source, error)
+            self._forget_models()
             self._base_failed = not sightings.failed_again(BASE, time.monotonic())
             if self._base_failed:
                 return None
@@ -223,17 +280,17 @@ class _Scout:
 
         def save(target: Path) -> None:
             # In the shape in which it was scored, whatever pooling its own folder names, and without adapters.
-            save_loaded(Loader(self.base).load_base(source, like)[1], target, adapters=False)
+            save_loaded(encoder, target, adapters=False)
+            self._forget_models()
 
-        self._keep(line, save, results)
-        return self._note(line, results)
+        return self._note(self._kept(replace(line, fingerprint=mark), save, results), results)
 
-    def _results(self, key: str, encoder: Adapter) -> tuple[str, dict[str, Result]]:
+    def _results(self, key: str, encoder: Adapter) -> dict[str, Result]:
         results = {}
         for name, golden in self.sets.items():
             plan = self._plans.setdefault((key, name), EvaluationPlan(encoder, golden, self.batch_tokens))
             results[name] = plan.run(metrics=self.metrics, ties=self.ties, precision=self.precision)
-        return key, results
+        return results
 
     def _score(self, results: dict[str, Result]) -> float:
         score = self.objective.value(results)
@@ -249,8 +306,11 @@ class _Scout:
         }
         return Evaluation(step, epoch, "ok", score, values, seconds)
 
-    def _keep(self, line: Evaluation, write: Callable[[Path], object], results: dict[str, Result]) -> None:
-        """Stores the weights if they are among the best: before the line is written, so that no line lacks them."""
+    def _kept(self, line: Evaluation, write: Callable[[Path], object], results: dict[str, Result]) -> Evaluation:
+        """Stores the weights if they are among the best, before the line is written; returns the line.
+
+        Where they should be stored and could not, it is not eligible: a line whose weights are gone cannot be best.
+        """
 
         def save(target: Path) -> None:
             target.rmdir()
@@ -259,8 +319,11 @@ class _Scout:
 
         try:
             self.store.offer(line.step, line.score if line.score is not None else math.nan, save)
-        except (OSError, FullrankError) as error:
+            return line
+        except Exception as error:  # no space, and what a model raises when it is saved
             logger.error("the weights of step %d could not be stored (%s); the best so far stays", line.step, error)
+            self._forget_models()
+            return replace(line, note=NOT_ELIGIBLE, findings=[f"error: its weights could not be stored: {error}"])
 
     def _note(self, line: Evaluation, results: dict[str, Result]) -> Evaluation:
         self.journal.add(line, results)
@@ -278,8 +341,7 @@ class _Scout:
             self._writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, line.step)
         self._writer.flush()
 
-    def _refuse_other_settings(self) -> None:
-        """Refuses a journal whose scores were made otherwise, and notes how they are made now."""
+    def _note_settings(self) -> None:
         settings = {
             "data": {name: golden.fingerprint() for name, golden in self.sets.items()},
             "objective": [[name, str(metric), weight] for name, metric, weight in self.objective.terms],
@@ -288,20 +350,7 @@ class _Scout:
             "precision": self.precision,
             "base": self.base,
         }
-        folder = self.root / WATCH
-        try:
-            before = read_settings(folder)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{folder / SETTINGS} cannot be read ({error}); move {folder} away to begin anew"
-            ) from error
-        if self.journal.lines and before != settings:
-            differing = [name for name in settings if before.get(name) != settings[name]]
-            raise DataError(
-                f"{folder} was begun with other settings ({', '.join(differing)}), and its scores cannot be compared "
-                "with new ones; move it away to begin anew, or start with those of before"
-            )
-        write_atomically(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+        note_settings(self.root / WATCH, settings, begun=bool(self.journal.lines))
 
 
 def _epoch(folder: Path) -> float:

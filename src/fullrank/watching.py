@@ -1,7 +1,8 @@
-"""Watching a run's folder: which checkpoint is due, and the lock that one watcher at a time holds.
+"""Watching a run's folder: which checkpoint is due, what does not belong to its journal, and the lock that one watcher
+at a time holds.
 
 Promise: a checkpoint is due when its files are whole by their headers and nothing in it has changed for a while; what a
-journal has is never due again; a lock of a dead process is free.
+journal has is never due again, and other weights in its place are refused; a lock of a dead process is free.
 """
 
 import fcntl
@@ -9,16 +10,19 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fullrank._errors import SettingError
-from fullrank.discover import Candidate
+from fullrank._errors import DataError, SettingError, first_few
+from fullrank._files import write_atomically
+from fullrank.checkpoints import Evaluation
+from fullrank.discover import Candidate, fingerprint_of
+from fullrank.modelfiles import fingerprint
 
-__all__ = ["SETTINGS", "Sightings", "held_lock", "read_settings"]
+__all__ = ["Recognition", "Sightings", "base_fingerprint", "held_lock", "note_settings"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +57,23 @@ class Sightings:
             done: steps that the journal has.
             now: seconds, of a clock that only moves on.
         """
-        ready = []
+        new = (c for c in candidates if c.step is not None and c.step not in done)
+        ready = (c for c in self.settled(new, now) if self.may_try(c.name, now))
+        return min(ready, key=lambda c: c.step or 0, default=None)
+
+    def settled(self, candidates: Iterable[Candidate], now: float) -> list[Candidate]:
+        """Returns the checkpoints that are whole and in which nothing has changed for a while."""
+        quiet = []
         for candidate in candidates:
-            if candidate.step is None or candidate.step in done:
-                continue
             mark = _mark(candidate.path)
             if mark != self._changed.get(candidate.name, (None, now))[0] or candidate.name not in self._changed:
                 self._changed[candidate.name] = (mark, now)
             before, since = self._since.get(candidate.name, (None, now))
             if mark != before or candidate.problem:
                 self._since[candidate.name] = (mark, now)
-            elif now - since >= self.quiet and self.may_try(candidate.name, now):
-                ready.append(candidate)
-        return min(ready, key=lambda c: c.step or 0, default=None)
+            elif now - since >= self.quiet:
+                quiet.append(candidate)
+        return quiet
 
     def failed(self, candidate: Candidate, now: float) -> bool:
         """Notes a failure, and returns whether it was the last attempt; else the next one waits, longer each time."""
@@ -107,13 +115,91 @@ class Sightings:
         return max((when for _, when in self._changed.values()), default=None)
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Returns what the scores in a watch's folder were made with; empty where it is new.
+class Recognition:
+    """Knows the weights that a journal has scores of.
+
+    Args:
+        folder: of the journal, for messages.
+        base: path or hub id of the base model that was given.
+    """
+
+    def __init__(self, folder: Path, base: str | None) -> None:
+        self.folder, self.base = folder, base
+        self._compared: dict[str, object] = {}
+
+    def refuse_others(self, candidates: Iterable[Candidate], lines: Iterable[Evaluation]) -> None:
+        """Raises `DataError` where a checkpoint is not the one that its line is of: another training has begun."""
+        scored, others = {line.step: line.fingerprint for line in lines if line.fingerprint}, []
+        for candidate in candidates:
+            if candidate.problem or candidate.step not in scored:
+                continue
+            if candidate.step == 0 and (self.base or candidate.base):
+                continue  # that line is of the base
+            mark = _mark(candidate.path)
+            if mark == self._compared.get(candidate.name):
+                continue
+            differs = self._fingerprint(candidate) not in ("", scored[candidate.step])
+            if mark != _mark(candidate.path):  # it is being written, or deleted
+                continue
+            self._compared[candidate.name] = mark
+            others += [candidate.name] if differs else []
+        self._refuse(others)
+
+    def refuse_other_base(self, candidates: Iterable[Candidate], lines: Iterable[Evaluation]) -> None:
+        """The same of the base model: the one given, else the first that an adapter names."""
+        known = next((line.fingerprint for line in lines if line.step == 0), "")
+        source = self.base or next((c.base for c in candidates if c.base), None)
+        if source and known and base_fingerprint(source) not in ("", known):
+            self._refuse([f"the base model {source}"])
+
+    def _fingerprint(self, candidate: Candidate) -> str:
+        try:
+            return fingerprint_of(candidate, self.base)
+        except OSError:  # it vanishes
+            return ""
+
+    def _refuse(self, others: list[str]) -> None:
+        if others:
+            raise DataError(
+                f"{self.folder} has scores of other weights than lie there now ({first_few(others)}): another training "
+                "or base has taken their place, and old and new scores cannot be compared; move it away to begin anew"
+            )
+
+
+def base_fingerprint(source: str) -> str:
+    """Returns the fingerprint of a base model in a folder; "" for one of a hub, or one that cannot be read."""
+    folder = Path(source).expanduser()
+    try:
+        return fingerprint(folder) if folder.is_dir() else ""
+    except OSError:
+        return ""
+
+
+def note_settings(folder: Path, settings: Mapping[str, Any], *, begun: bool) -> None:
+    """Notes in a watch's folder what its scores are made with.
+
+    Args:
+        folder: of the journal.
+        settings: JSON values by name.
+        begun: whether there are scores already.
 
     Raises:
-        ValueError: the file holds no JSON object.
+        DataError: they were made with others.
     """
-    file = folder / SETTINGS
+    try:
+        before = _read_settings(folder / SETTINGS)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / SETTINGS} cannot be read ({error}); move {folder} away to begin anew") from error
+    if begun and before != settings:
+        differing = [name for name in settings if before.get(name) != settings[name]]
+        raise DataError(
+            f"{folder} was begun with other settings ({', '.join(differing)}), and its scores cannot be compared "
+            "with new ones; move it away to begin anew, or start with those of before"
+        )
+    write_atomically(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     body = json.loads(file.read_text(encoding="utf-8"))
