@@ -109,6 +109,48 @@ def test_the_base_is_a_candidate_and_wins_where_training_spoils(run, golden, bas
     assert choice_text(found).startswith("Nothing beat the base model by recall@1.")
 
 
+def test_a_base_is_left_at_its_bound_where_that_proves_the_choice_better(run, golden, base_folder):
+    folder = run()
+    exact = select_checkpoint(folder, golden, exhaustive=True, base=str(base_folder), journal=folder / "all.json")
+    whole = select_checkpoint(folder, golden, compare_base=True, base=str(base_folder), journal=folder / "base.json")
+    found = select_checkpoint(folder, golden, base=str(base_folder))
+    assert found.winner.name == whole.winner.name == exact.winner.name
+    assert whole.comparison == exact.comparison
+    assert whole.p_at_most is None
+    assert whole.base.status == "complete"
+    assert found.winner.score - found.base.bound == pytest.approx(found.winner.delta)
+    assert found.winner.delta <= whole.winner.delta
+    if found.base.status == "complete":  # on so few queries a bound seldom proves it
+        assert found.comparison == exact.comparison
+    again = select_checkpoint(folder, golden, base=str(base_folder))
+    assert (again.documents_spent, again.p_at_most) == (found.documents_spent, found.p_at_most)
+
+
+def test_what_a_bound_proves_is_said_and_remembered(run, golden, base_folder, tmp_path, monkeypatch):
+    folder, poor = run(), tmp_path / "poor"
+    model = SentenceTransformer(str(base_folder), device="cpu")
+    with torch.no_grad():
+        for value in model.parameters():
+            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(0)))
+    model.save_pretrained(str(poor))
+    exact = select_checkpoint(folder, golden, exhaustive=True, base=str(poor), journal=folder / "all.json")
+    monkeypatch.setattr("fullrank.selecting.UNLIKELY", 0.0)
+    monkeypatch.setattr("fullrank.selecting.LEVEL", 0.2)  # forty queries prove little
+    found = select_checkpoint(folder, golden, base=str(poor))
+    assert found.winner.name == exact.winner.name
+    assert found.base.status == "pruned"
+    assert found.comparison is None
+    assert exact.comparison.p_value <= found.p_at_most + 0.01
+    assert 0 < found.winner.delta <= exact.comparison.delta
+    assert choice_text(found).startswith(
+        f"Chosen: step {found.winner.step} ({found.winner.name}) by recall@1: at least {100 * found.winner.delta:+.2f} "
+        f"points over the base model, p at most {found.p_at_most:.4f}: better than the base model ("
+        f"{found.base.coverage:.0%} of the documents were ranked for it; --compare-base for the interval)."
+    )
+    again = select_checkpoint(folder, golden, base=str(poor))
+    assert (again.documents_spent, again.p_at_most) == (found.documents_spent, found.p_at_most)
+
+
 def test_the_base_of_adapters_is_the_one_that_they_name(run, golden, base_folder):
     found = select_checkpoint(run("peft"), golden, exhaustive=True)
     assert found.base.path == str(base_folder)
@@ -308,7 +350,7 @@ def test_what_no_guard_has_judged_is_neither_eligible_nor_refused(run, golden, b
     assert leaderboard_table(found).count("not judged") == 2
     assert next(r for r in found.as_dict()["rows"] if r["name"] == last.name)["eligible"] is None
     anew = select_checkpoint(folder, golden, **options, journal=folder / "b.json")
-    assert {row.eligible for row in anew.rows if row.status == "pruned"} == {None}
+    assert {row.eligible for row in anew.rows if row.status == "pruned" and row.name != "base"} == {None}
     assert (anew.winner.name, anew.winner.eligible) == (free.winner.name, True)
 
 

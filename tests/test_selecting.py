@@ -14,9 +14,11 @@ from fullrank.selecting import (
     in_question,
     race,
     ruled,
+    settle,
     tied_with,
     winner_of,
 )
+from fullrank.stats import paired_p_value
 
 
 @dataclass
@@ -123,6 +125,35 @@ def test_rules_that_compare_candidates_give_the_answer_of_an_exhaustive_evaluati
         best = race(candidates, in_question("one-se", contenders=candidates), exhaustive=exhaustive)
         found.append((best.order, ruled("one-se", best, candidates).order))
     assert found[0] == found[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(**RANDOM, lift=st.floats(0, 3))
+def test_a_base_left_at_its_bound_is_beaten_for_certain(seed, n_candidates, q, n_more, levels, how, closeness, lift):
+    base, winner = fakes(seed, 2, 2 * q, 2 * q + n_more, levels, how, closeness)
+    winner.scores[np.arange(2 * q), np.arange(2 * q)] += lift
+    base.open()
+    winner.finish()
+    p = settle(winner, base)
+    if p is None:
+        assert base.complete
+        return
+    base.finish()
+    difference = winner.values().minus(base.values())
+    assert difference.mean > 0
+    assert paired_p_value(difference.flat) <= p + 0.01 < 0.07  # two draws of signs
+
+
+def test_a_base_that_wins_or_fails_is_settled_by_looking_at_all_of_it():
+    base, winner = fakes(0, 2, 4, 20, 1000, "recall", 0.0)
+    winner.scores = base.scores.copy()
+    base.open()
+    winner.finish()
+    assert settle(winner, base) is None
+    assert base.complete
+    base.failed, base.seen = True, set()
+    assert settle(winner, base) is None
+    assert not base.seen
 
 
 @settings(max_examples=200, deadline=None)

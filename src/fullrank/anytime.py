@@ -101,6 +101,10 @@ class Anytime:
         """Returns the metrics over the documents so far: upper bounds until all are in."""
         return self.measurements[dimensions].means()
 
+    def stakes(self, weights: Mapping[str, float], dimensions: int | None = None) -> NDArray[np.float64]:
+        """Returns what each query can lose by a document more above its answers; ``weights`` by metric."""
+        return self.measurements[dimensions].stakes(weights)
+
     def result(self, dimensions: int | None = None) -> Result:
         """Returns the result over the documents so far; `Result.bound` says whether some are missing."""
         return self.finish(self.measurements[dimensions])

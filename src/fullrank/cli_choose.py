@@ -44,6 +44,9 @@ def select(
     rule: Annotated[str, typer.Option(help="max, or one-se: the earliest within one standard error.")] = "max",
     confirm: Annotated[str | None, typer.Option(help="Split whose queries take no part in the choice.")] = None,
     guard: Annotated[list[str] | None, typer.Option(help="Set that must not be lost: DATA:ndcg@10:0.02.")] = None,
+    compare_base: Annotated[
+        bool, typer.Option("--compare-base", help="Rank the base in full: interval of the difference to it.")
+    ] = False,
     exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Evaluate every candidate in full.")] = False,
     tied: Annotated[bool, typer.Option("--tied", help="Name what cannot be told apart from the best.")] = False,
     soup: Annotated[bool, typer.Option("--soup", help="Add the mean of what is tied as one more candidate.")] = False,
@@ -77,6 +80,7 @@ def select(
             rule=rule,  # type: ignore[arg-type]  # checked there, as is the precision
             confirm=None if confirm is None else load_golden(data, confirm),
             guards=guards,
+            compare_base=compare_base or copy_to is not None,  # its card says what was gained, with the interval
             exhaustive=exhaustive,
             tied=tied,
             soup=soup,

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
 from fullrank._errors import DataError, EvaluationError, FullrankError
 from fullrank.data import GoldenSet
 from fullrank.discover import Candidate, fingerprint_of
@@ -28,7 +26,7 @@ __all__ = ["Contestant"]
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_BLOCK, SHARE_OF_CORPUS = 32, {"adapter": 0.01, "model": 0.02}
+SMALLEST_BLOCK, SHARE_OF_CORPUS = 16, {"adapter": 0.005, "model": 0.02}
 """Of documents that a candidate is extended by. Putting back all weights costs more than an adapter, so its blocks are
 larger."""
 
@@ -127,12 +125,13 @@ class Contestant:
         """The candidate in whose shape a base was loaded that is no folder of the run."""
         return self._likes[0] if self._likes else None
 
-    def open(self) -> None:
-        """Ranks the relevant documents, where the journal does not know a bound."""
+    def open(self, *, anew: bool = False) -> None:
+        """Ranks the relevant documents, where the journal does not know a bound, or what each query gave is wanted."""
         for i in range(len(self.ring.guards)):  # a kill may have come between a guard's result and the judgement
             if self._guard_done(i):
                 self._judge(i)
-        if self.failed or self._has_objective or (self.entry.bound is not None and self.ring.remember_bounds):
+        remembered = self.entry.bound is not None and self.ring.remember_bounds and not anew
+        if self.failed or self._has_objective or remembered:
             return
 
         def first_bounds() -> None:
@@ -230,14 +229,10 @@ class Contestant:
         if name not in self._sessions:
             self._open(name, golden)
         session = self._sessions[name]
-        order = self.ring.order(name, golden)
-        left = order[np.isin(order, session.remaining)]
-        n = len(golden.corpus)
-        block = n if whole else max(SMALLEST_BLOCK, round(n * SHARE_OF_CORPUS[self.candidate.kind]))
+        block = max(SMALLEST_BLOCK, round(len(golden.corpus) * SHARE_OF_CORPUS[self.candidate.kind]))
         self._load()
         start = time.perf_counter()
-        if len(left):
-            session.extend(left[:block])
+        session.extend(session.remaining if whole else self.ring.next_block(name, session, block))
         self._note(name, start)
 
     def _note(self, name: str, start: float) -> None:

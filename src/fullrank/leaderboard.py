@@ -167,14 +167,18 @@ def _compared(found: Comparison) -> str:
 
 def _against_base(selection: Selection) -> str:
     """Returns how the choice stands to the base on the queries that chose; what confirms it has a line of its own."""
-    if selection.comparison is not None and selection.confirmed is None:
-        return f": {_compared(selection.comparison)}"
+    if selection.comparison is not None:
+        return f": {_compared(selection.comparison)}" if selection.confirmed is None else ""
     if selection.base is not None and selection.base.status == "failed":
         return "; not compared with the base model, which could not be evaluated"
     if selection.base is None:
         return "; no base model is known to compare with (pass --base)"
     if selection.winner is not None and selection.winner.delta is not None and selection.base.status == "pruned":
-        return f": at least {100 * selection.winner.delta:+.2f} points over the base model, which was left at its bound"
+        sure = (
+            "" if selection.p_at_most is None else f", p at most {selection.p_at_most:.4f}: better than the base model"
+        )
+        seen = f"{selection.base.coverage:.0%} of the documents were ranked for it; --compare-base for the interval"
+        return f": at least {100 * selection.winner.delta:+.2f} points over the base model{sure} ({seen})"
     return ""
 
 

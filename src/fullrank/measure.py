@@ -4,7 +4,7 @@ Promise: the numbers depend on the embeddings and the judgements alone, not on t
 part of the corpus every metric is an upper bound of its value: documents only ever push the judged ones down.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from fullrank._errors import NonFiniteError, first_few
 from fullrank.clock import Clock
 from fullrank.data import GoldenSet
-from fullrank.outcome import Settings, Tally, id_order, mean_metrics, outcome, self_matches, target_pairs
+from fullrank.outcome import Settings, Tally, id_order, mean_metrics, outcome, self_matches, stakes, target_pairs
 from fullrank.ranks import ALONE, Ranks
 from fullrank.result import Result
 from fullrank.scores import Rows, Vectors, prepare
@@ -121,6 +121,14 @@ class Measurement:
     def means(self) -> dict[str, float]:
         """Returns the metrics over the documents so far: upper bounds until all are in."""
         return mean_metrics(self.golden, self.settings, self._ranking(lists=False), self.usable)
+
+    def stakes(self, weights: Mapping[str, float]) -> NDArray[np.float64]:
+        """Returns what each query can lose by a document more above its answers: float64 [queries].
+
+        Args:
+            weights: of the metrics, as they make up what is lost.
+        """
+        return stakes(self.golden, self.settings, self._ranking(lists=False), self.usable, weights)
 
     def result(self, provenance: dict[str, Any]) -> Result:
         """Returns the result over the documents so far; `Result.bound` says whether some are missing."""

@@ -4,7 +4,7 @@ Promise: the numbers depend on the counts and the judgements alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,9 +19,21 @@ from fullrank.result import Finding, Hit, Result, summarise, vacuous_cutoffs
 from fullrank.search import Ranking, Similarity, TargetPairs
 from fullrank.settings import refuse_no_count, refuse_unknown
 
-__all__ = ["OnNonfinite", "Settings", "Tally", "id_order", "mean_metrics", "outcome", "self_matches", "target_pairs"]
+__all__ = [
+    "OnNonfinite",
+    "Settings",
+    "Tally",
+    "id_order",
+    "mean_metrics",
+    "outcome",
+    "self_matches",
+    "stakes",
+    "target_pairs",
+]
 
 MIN_LIST = 10
+MORE = (1, 2, 4, 8, 16, 32, 64)
+"""Documents more above an answer whose effect is looked at."""
 COLLAPSE = 0.5
 """Tie rate, or share of pairs that only the canonical score can order, above which a model counts as collapsed."""
 
@@ -101,6 +113,34 @@ def mean_metrics(
     """Returns the means alone: what decides whether an evaluation may stop."""
     per_query = score_queries(settings.metrics, _counts(golden, ranked, usable), ties=settings.ties)
     return summarise(per_query, golden.answerable)[0]
+
+
+def stakes(
+    golden: GoldenSet,
+    settings: Settings,
+    ranked: Ranking | None,
+    usable: NDArray[np.int64],
+    weights: Mapping[str, float],
+) -> NDArray[np.float64]:
+    """Returns what each query can lose by a document more above its answers: float64 [queries].
+
+    Recall@10 loses nothing by the first of three that push an answer out, so what several would take is shared among
+    them, as many as make the share largest.
+
+    Args:
+        golden, settings, ranked, usable: see `outcome`.
+        weights: of the metrics, as they make up what is lost.
+    """
+    counts = _counts(golden, ranked, usable)
+    metrics = [metric for metric in settings.metrics if str(metric) in weights]
+
+    def value(more: int) -> NDArray[np.float64]:
+        scores = score_queries(metrics, replace(counts, better=counts.better + more), ties=settings.ties)
+        return sum((weights[str(m)] * np.nan_to_num(scores[str(m)]) for m in metrics), np.zeros(len(golden.queries)))
+
+    now = value(0)
+    shares: NDArray[np.float64] = np.max([(now - value(more)) / more for more in MORE], axis=0)
+    return shares
 
 
 def outcome(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullrank.candidates import Loader
-from fullrank.competitors import hard_first
+from fullrank.competitors import Rivals
 from fullrank.data import GoldenSet
 from fullrank.encode import Adapter, Precision
 from fullrank.guards import Guard
@@ -62,7 +62,7 @@ class Ring:
     guarded: list[Result] = field(default_factory=list)
     _plans: dict[tuple[str, str], EvaluationPlan] = field(default_factory=dict)
     _finished: dict[str, list[Result]] = field(default_factory=dict)
-    _orders: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    _rivals: dict[str, Rivals] = field(default_factory=dict)
     _flushed: float = 0.0
 
     def session(self, key: str, encoder: Adapter, name: str, golden: GoldenSet) -> Any:
@@ -74,16 +74,24 @@ class Ring:
         )
 
     def learn(self, name: str, result: Result) -> None:
-        """Takes the ranking of a finished candidate into the order in which the others are ranked."""
+        """Takes the ranking of a finished candidate into what the others are ranked by first."""
         self._finished.setdefault(name, []).append(result)
-        self._orders.pop(name, None)
+        self._rivals.pop(name, None)
 
-    def order(self, name: str, golden: GoldenSet) -> NDArray[np.int64]:
-        """Returns all document positions of a set, the hardest competitors first."""
-        if name not in self._orders:
-            first = hard_first(self._finished.get(name, []), golden)
-            self._orders[name] = np.concatenate([first, np.delete(np.arange(len(golden.doc_ids)), first)])
-        return self._orders[name]
+    def next_block(self, name: str, session: Any, n: int) -> NDArray[np.int64]:
+        """Returns the positions of the ``n`` documents that a candidate is extended by.
+
+        First those by which it is expected to lose the most, going by the finished candidates; then those that are
+        encoded most cheaply.
+        """
+        first = np.empty(0, dtype=np.int64)
+        if self._finished.get(name):
+            if name not in self._rivals:
+                self._rivals[name] = Rivals(self._finished[name], self.golden[name])
+            weights = {str(metric): weight for set_name, metric, weight in self.objective.terms if set_name == name}
+            first = self._rivals[name].most_harmful(session.stakes(weights), session.seen, n)
+        others = session.remaining
+        return np.concatenate([first, others[~np.isin(others, first)][: n - len(first)]])
 
     def flush(self, *, now: bool = False) -> None:
         """Writes the journal, not more often than every few seconds unless ``now``."""

@@ -22,7 +22,7 @@ from fullrank.metrics import Metric, TieRule
 from fullrank.modelfiles import fingerprint
 from fullrank.objective import Objective, metrics_needed, named_sets
 from fullrank.ring import Ring
-from fullrank.selecting import Rule, in_question, race
+from fullrank.selecting import Rule, in_question, race, ruled, settle
 from fullrank.selection import BASE, SOUP, Selection, SelectionJournal
 from fullrank.settings import DEFAULT_METRICS, refuse_no_count, refuse_unknown
 from fullrank.standings import standings, tied_group
@@ -47,6 +47,7 @@ def select_checkpoint(
     rule: Rule = "max",
     confirm: GoldenSet | None = None,
     guards: Sequence[Guard] = (),
+    compare_base: bool = False,
     exhaustive: bool = False,
     tied: bool = False,
     soup: bool = False,
@@ -73,6 +74,8 @@ def select_checkpoint(
             standard error.
         confirm: a golden set whose queries take no part in the choice; the winner is scored on it again.
         guards: sets on which a candidate may lose at most ``max_drop`` of the base's score, see `Guard`.
+        compare_base: rank the base in full, for the paired interval of the difference to it. Otherwise it is ranked on
+            until the choice is proved better or nothing is left, and the difference is 'at least'.
         exhaustive: evaluate every candidate in full.
         tied: find as well which candidates cannot be told apart from the best.
         soup: add the uniform mean of those as one more candidate.
@@ -131,15 +134,34 @@ def select_checkpoint(
             if guards and known_base is not None:
                 ring.guarded = known_base.measure_guards()
             question = in_question(rule, ties=tied or soup, keep=keep_best or 0, contenders=contestants)
-            best = race(contestants, question, first=known_base, exhaustive=exhaustive)
+            best = race(contestants, question, first=known_base if compare_base else None, exhaustive=exhaustive)
             if best is not None and soup:
                 cooked = _cook(tied_group(best, contestants), where, ring, len(contestants))
                 if cooked is not None:
                     contestants.append(cooked)
                     best = race(contestants, question, exhaustive=exhaustive)
+            p_at_most = None
+            if best is not None and known_base is not None and confirm is None:
+                p_at_most = _beaten(known_base, ruled(rule, best, contestants))
         finally:
             ring.flush(now=True)  # also where it is interrupted
-        return standings(ring, contestants, best, rule, confirm=confirm, tied=tied or soup, base=known_base)
+        return standings(
+            ring, contestants, best, rule, confirm=confirm, tied=tied or soup, base=known_base, p_at_most=p_at_most
+        )
+
+
+def _beaten(base: Contestant, winner: Contestant) -> float | None:
+    """Ranks on for the base until the winner is proved better; returns the largest that the p-value can be, or None."""
+    if winner is base or base.scored or base.failed:
+        return None
+    known, mark = base.entry.beaten, winner.entry.fingerprint
+    if mark not in known:
+        base.open(anew=True)
+        p = settle(winner, base)
+        if p is None:
+            return None
+        known[mark] = p
+    return known[mark]
 
 
 def _start(found: Sequence[Candidate]) -> Candidate | None:

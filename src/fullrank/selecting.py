@@ -25,6 +25,7 @@ __all__ = [
     "objective_values",
     "race",
     "ruled",
+    "settle",
     "tied_with",
     "winner_of",
 ]
@@ -228,6 +229,20 @@ def _surely_separable(best: Contender, contender: Contender, n_comparisons: int)
     if difference.mean <= UNLIKELY * difference.standard_error:
         return False
     return paired_p_value(difference.flat) * max(1, n_comparisons) < 1 - LEVEL
+
+
+def settle(winner: C, base: C) -> float | None:
+    """Ranks on for the base until the winner is proved better at 95 %, or nothing is left; returns the p-value so far.
+
+    None where the base was ranked whole or has failed. With a bound in the place of a score every difference is the
+    least that it can be, and the p-value of the paired randomisation test the largest: higher differences never leave
+    more sign patterns at least as far from zero.
+    """
+    while not (base.complete or base.failed):
+        if _surely_separable(winner, base, 1):
+            return paired_p_value(winner.values().minus(base.values()).flat)
+        base.extend()
+    return None
 
 
 def ruled(rule: Rule, best: C, contenders: Iterable[C]) -> C:

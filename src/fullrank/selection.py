@@ -100,6 +100,7 @@ class Selection:
         leading: the metric of the objective's leading part.
         comparison: paired comparison of the winner with the base, on the confirming queries where there are some; None
             without a base, or where the base was left at its bound.
+        p_at_most: then the largest that the p-value against the base can be; None otherwise.
         documents_encoded: for the numbers of this leaderboard, over the candidates that did not fail.
         documents_spent: in all passes of a selection that was resumed, failed candidates included.
         share: `documents_encoded` of what evaluating each in full would have encoded.
@@ -131,6 +132,7 @@ class Selection:
     journal: Path | None
     base_shape: str | None = None
     passed_over: str = ""
+    p_at_most: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON form, without the values of the queries."""
@@ -167,6 +169,7 @@ class Entry:
         seen: documents ranked by golden set, guards among them, in the pass that gave the bound.
         results: file names of finished results by golden set, guards among them.
         refused: why a guard refused it.
+        beaten: the largest p-value against what was proved better, by the fingerprint of that.
     """
 
     fingerprint: str
@@ -177,6 +180,7 @@ class Entry:
     seen: dict[str, int] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
     refused: str = ""
+    beaten: dict[str, float] = field(default_factory=dict)
 
 
 class SelectionJournal:
@@ -283,6 +287,8 @@ def _entry(row: dict[str, Any]) -> Entry:
         and isinstance(entry.results, dict)
         and all(isinstance(file, str) for file in entry.results.values())
         and isinstance(entry.refused, str)
+        and isinstance(entry.beaten, dict)
+        and all(isinstance(p, number) for p in entry.beaten.values())
     )
     if not right:
         raise ValueError(f"not an entry: {row}")

@@ -42,6 +42,7 @@ def standings(
     confirm: GoldenSet | None,
     tied: bool,
     base: Contestant | None,
+    p_at_most: float | None = None,
 ) -> Selection:
     """Returns the selection once the race is over, and writes it to the journal.
 
@@ -53,6 +54,7 @@ def standings(
         confirm: the set on which the choice is scored again.
         tied: whether to name what cannot be told apart from the best.
         base: the base model, or None.
+        p_at_most: of the choice against a base that was left at its bound.
     """
     winner = None if best is None else ruled(rule, best, contestants)
     group = tied_group(best, contestants) if best is not None and tied else []
@@ -93,6 +95,7 @@ def standings(
         base_confirmed=base_confirmed,
         leading=str(leading),
         comparison=_comparison(*pair, leading),
+        p_at_most=p_at_most,
         documents_encoded=encoded,
         documents_spent=sum(c.entry.n_encoded for c in contestants),
         share=encoded / full if full else 0.0,
