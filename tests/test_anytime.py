@@ -12,7 +12,7 @@ from fullrank import GoldenSet, Result, compare, evaluate, evaluate_dims, evalua
 from fullrank._errors import DataError, SettingError
 from fullrank.anytime import Anytime, Documents, extend_until
 from fullrank.clock import Clock
-from fullrank.competitors import hard_first, pool_positions
+from fullrank.competitors import Rivals, hard_first, pool_positions
 from fullrank.measure import Measurement
 from fullrank.metrics import Metric
 from fullrank.outcome import Settings
@@ -158,9 +158,17 @@ def far_world(n=3_000):
     return golden, np.float32([[1, 0]]), documents, np.arange(n + 1)
 
 
+def rivals_in(golden, positions):
+    """Competitors that an earlier result listed above the answer of each query."""
+    above = [(golden.doc_ids[i], 2.0) for i in positions]
+    hits = {qid: [*above, *((doc_id, 1.0) for doc_id in grades)] for qid, grades in golden.qrels.items()}
+    return Rivals([Result({}, {}, (), {}, hits=hits, qrels=golden.qrels)], golden)
+
+
 def run(session, first, **stop_below):
     values = {Metric.parse(name.replace("_at_", "@")): value for name, value in stop_below.items()}
-    extend_until(session, np.array(first, dtype=np.int64), values)
+    golden = session.measurements[None].golden
+    extend_until(session, rivals_in(golden, first), values)
     return session
 
 
@@ -187,15 +195,18 @@ def test_blocks_between_two_looks_grow():
     session, _ = session_of(golden, queries, documents, same_text)
     means = session.means
     session.means = lambda dimensions=None: (seen.append(session.n_seen), means(dimensions))[1]
-    extend_until(session, np.array([], dtype=np.int64), {Metric.parse("recall@3"): 0.5})
-    assert seen == [1, 257, 769, 1793, 3841]
+    extend_until(session, Rivals([], golden), {Metric.parse("recall@3"): 0.5})
+    assert seen == [1, 65, 193, 449, 961, 1985, 4033]
     assert session.n_seen == len(documents)
 
 
 def test_a_pool_is_not_left():
     world = far_world()
     session, asked = session_of(*world)
-    extend_until(session, np.array([8, 20], dtype=np.int64), {}, within=np.arange(4, 10))
+    extend_until(session, rivals_in(world[0], [8, 20]), {}, within=np.arange(4, 10))
+    assert sorted(asked) == list(range(4, 10))
+    session, asked = session_of(*world)
+    extend_until(session, rivals_in(world[0], [8, 20]), {Metric.parse("recall@1"): 0.0}, within=np.arange(4, 10))
     assert sorted(asked) == list(range(4, 10))
     assert session.result().bound
 

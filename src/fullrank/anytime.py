@@ -12,17 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fullrank._errors import SettingError
+from fullrank.competitors import Rivals
 from fullrank.measure import Measurement
 from fullrank.metrics import Metric
 from fullrank.ranks import ALONE, Ranks
 from fullrank.result import Result
 
-__all__ = ["BLOCK", "Anytime", "Documents", "extend_until", "values_to_beat"]
+__all__ = ["BLOCK", "Anytime", "Documents", "extend_until", "next_harmful", "values_to_beat"]
 
 BLOCK = 8_192
 """Documents that are encoded, ranked and forgotten at a time."""
-FIRST_BLOCK = 256
+FIRST_BLOCK = 64
 """Documents between two looks at a bound, at first; twice as many each time."""
+SHARE = 0.01
+"""Of the corpus that is looked at at a time while likely competitors are known: they cost less together than each."""
 SLACK = 1e-12
 """A bound is below a value where it is lower by more than this: rounding must not reject."""
 
@@ -127,9 +130,28 @@ class Anytime:
         self.seen[block] = True
 
 
+def next_harmful(
+    session: Anytime, rivals: Rivals, weights: Mapping[str, float], n: int, left: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Returns up to ``n`` positions out of ``left``: the documents by which an evaluation is likely to lose the most.
+
+    Args:
+        session: the evaluation.
+        rivals: what is known of the documents.
+        weights: of the metrics whose bounds are to fall.
+        n: how many at most; fewer, or none, where nothing is known of the others.
+        left: positions to choose from.
+    """
+    if not len(rivals.docs):
+        return rivals.docs
+    closed = np.ones(len(session.seen), dtype=np.bool_)
+    closed[left] = False
+    return rivals.most_harmful(session.stakes(weights), closed, n)
+
+
 def extend_until(
     session: Anytime,
-    first: NDArray[np.int64],
+    rivals: Rivals,
     stop_below: Mapping[Metric, float],
     *,
     within: NDArray[np.int64] | None = None,
@@ -138,23 +160,25 @@ def extend_until(
 
     Args:
         session: the evaluation.
-        first: positions to look at first: known hard competitors.
+        rivals: what is known of the documents: the likely competitors are looked at first.
         stop_below: the values; without any, nothing stops early.
         within: positions to stay within; default: the corpus.
     """
-    size = FIRST_BLOCK
-    allowed = np.ones(len(session.seen), dtype=np.bool_)
-    if within is not None:
-        allowed[:] = False
-        allowed[within] = True
-    for stage in (first, session.remaining):
-        stage, start = stage[allowed[stage] & ~session.seen[stage]], 0
-        while start < len(stage):
-            if stop_below and _proved_below(session.means(), stop_below):
-                return
-            step = size if stop_below else len(stage)
-            session.extend(stage[start : start + step])
-            start, size = start + step, min(2 * size, BLOCK)
+    weights, size = {str(metric): 1.0 for metric in stop_below}, FIRST_BLOCK
+    while True:
+        left = session.remaining
+        left = left if within is None else left[np.isin(left, within)]
+        if not len(left) or (stop_below and _proved_below(session.means(), stop_below)):
+            return
+        if not stop_below:
+            session.extend(left)
+            continue
+        harmful = next_harmful(session, rivals, weights, max(FIRST_BLOCK, round(len(session.seen) * SHARE)), left)
+        if len(harmful):
+            session.extend(harmful)
+        else:
+            session.extend(left[:size])
+            size = min(2 * size, BLOCK)
 
 
 def values_to_beat(stop_below: Mapping[str, float]) -> dict[Metric, float]:

@@ -8,10 +8,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 from urllib.parse import quote
 
 from fullrank._errors import DataError, EvaluationError, FullrankError
+from fullrank.anytime import Anytime
 from fullrank.data import GoldenSet
 from fullrank.discover import Candidate, fingerprint_of
 from fullrank.encode import Adapter
@@ -62,7 +62,7 @@ class Contestant:
         self.error = candidate.problem or ""
         self.results: dict[str, Result] = {}
         self.entry = Entry("")
-        self._sessions: dict[str, Any] = {}
+        self._sessions: dict[str, Anytime] = {}
         self._means: dict[str, dict[str, float]] = {}
         self._seen: dict[str, int] = {}
         self._remember()

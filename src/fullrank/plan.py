@@ -18,7 +18,7 @@ from torch import Tensor
 from fullrank._errors import SettingError
 from fullrank.anytime import Anytime, Documents, extend_until, values_to_beat
 from fullrank.clock import Clock
-from fullrank.competitors import hard_first, pool_positions
+from fullrank.competitors import Rivals, hard_first, pool_positions
 from fullrank.data import GoldenSet, refuse_other_than_golden
 from fullrank.encode import Adapter, Precision, at_precision
 from fullrank.isolate import modules_within, undisturbed
@@ -82,9 +82,9 @@ class EvaluationPlan:
         """
         refuse_no_count("pool", pool, "a whole number of documents from 1 or None")
         values = values_to_beat({} if stop_below is None else stop_below)
-        first = hard_first(competitors, self.golden)
+        rivals = Rivals(competitors, self.golden)
         if pool is not None:
-            within = pool_positions(self.golden, pool, first)
+            within = pool_positions(self.golden, pool, hard_first(competitors, self.golden))
         session = self.anytime(
             metrics=[*parsed(metrics), *values],
             ties=ties,
@@ -94,7 +94,7 @@ class EvaluationPlan:
             progress=progress,
             within=within,
         )
-        extend_until(session, first, values, within=within)
+        extend_until(session, rivals, values, within=within)
         return session.result()
 
     def run_dims(

@@ -7,11 +7,11 @@ for the others.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fullrank.anytime import Anytime, next_harmful
 from fullrank.candidates import Loader
 from fullrank.competitors import Rivals
 from fullrank.data import GoldenSet
@@ -65,7 +65,7 @@ class Ring:
     _rivals: dict[str, Rivals] = field(default_factory=dict)
     _flushed: float = 0.0
 
-    def session(self, key: str, encoder: Adapter, name: str, golden: GoldenSet) -> Any:
+    def session(self, key: str, encoder: Adapter, name: str, golden: GoldenSet) -> Anytime:
         """Returns a new bounded evaluation of the weights that are in memory now."""
         plan = self._plans.setdefault((key, name), EvaluationPlan(encoder, golden, self.batch_tokens))
         guards = [Metric.parse(g.metric) for i, g in enumerate(self.guards) if guard_name(i) == name]
@@ -78,20 +78,15 @@ class Ring:
         self._finished.setdefault(name, []).append(result)
         self._rivals.pop(name, None)
 
-    def next_block(self, name: str, session: Any, n: int) -> NDArray[np.int64]:
-        """Returns the positions of the ``n`` documents that a candidate is extended by.
-
-        First those by which it is expected to lose the most, going by the finished candidates; then those that are
-        encoded most cheaply.
-        """
-        first = np.empty(0, dtype=np.int64)
-        if self._finished.get(name):
-            if name not in self._rivals:
-                self._rivals[name] = Rivals(self._finished[name], self.golden[name])
-            weights = {str(metric): weight for set_name, metric, weight in self.objective.terms if set_name == name}
-            first = self._rivals[name].most_harmful(session.stakes(weights), session.seen, n)
-        others = session.remaining
-        return np.concatenate([first, others[~np.isin(others, first)][: n - len(first)]])
+    def next_block(self, name: str, session: Anytime, n: int) -> NDArray[np.int64]:
+        """Returns the positions of the ``n`` documents that a candidate is extended by, going by the finished ones."""
+        if name not in self._finished:
+            return session.remaining[:n]
+        if name not in self._rivals:
+            self._rivals[name] = Rivals(self._finished[name], self.golden[name])
+        weights = {str(metric): weight for set_name, metric, weight in self.objective.terms if set_name == name}
+        harmful = next_harmful(session, self._rivals[name], weights, n, session.remaining)
+        return harmful if len(harmful) else session.remaining[:n]
 
     def flush(self, *, now: bool = False) -> None:
         """Writes the journal, not more often than every few seconds unless ``now``."""
