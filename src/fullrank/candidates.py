@@ -183,6 +183,11 @@ def _adapted(candidate: Candidate, base: str | None, *, given: str | None) -> An
     require("peft", extra="lora")
     if base is None:
         raise DataError(f"{candidate.path} is an adapter that names no base model; pass --base MODEL (base=...)")
+    if not given and is_gone(base):
+        raise DataError(
+            f"{candidate.path} is an adapter on the base {base!r} ({ADAPTER_CONFIG}), and no such folder exists. Where it "
+            "has moved, pass --base MODEL (base=...)"
+        )
     try:
         if candidate.bare:
             return _adapted_bare(candidate, base)
