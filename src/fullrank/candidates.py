@@ -185,8 +185,8 @@ def _adapted(candidate: Candidate, base: str | None, *, given: str | None) -> An
         raise DataError(f"{candidate.path} is an adapter that names no base model; pass --base MODEL (base=...)")
     if not given and is_gone(base):
         raise DataError(
-            f"{candidate.path} is an adapter on the base {base!r} ({ADAPTER_CONFIG}), and no such folder exists. Where it "
-            "has moved, pass --base MODEL (base=...)"
+            f"{candidate.path} is an adapter on the base {base!r} ({ADAPTER_CONFIG}), and no such folder exists. Where "
+            "it has moved, pass --base MODEL (base=...)"
         )
     try:
         if candidate.bare:
