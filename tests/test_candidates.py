@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense
-from transformers import PreTrainedModel
+from transformers import AutoModel, AutoModelForSequenceClassification, MarianConfig, MarianModel, PreTrainedModel
 
 from fullrank import candidates, evaluate, select_checkpoint
 from fullrank._errors import DataError, EvaluationError
 from fullrank.candidates import Loader, save_loaded
 from fullrank.discover import discover
-from fullrank.models import load_sentence_transformer
+from fullrank.models import load_sentence_transformer, refusing_made_up
 from fullrank.weights import EXTRA, load_weights
 from training import LORA, make_trainer, write_beir
 
@@ -115,6 +116,45 @@ def test_any_model_that_lacks_weights_is_refused_and_transformers_is_left_as_it_
     with pytest.raises(EvaluationError, match=r"checkpoint-4 lacks 36 weights of a BertModel"):
         load_weights(tiny_st()[0].model, folder)
     assert PreTrainedModel.__dict__["from_pretrained"] is before
+
+
+def test_a_load_in_another_thread_is_not_taken_for_ours(tiny_bert_path, tiny_base_path):
+    def with_a_new_head():
+        AutoModelForSequenceClassification.from_pretrained(tiny_bert_path)
+
+    with refusing_made_up("ours"):
+        other = threading.Thread(target=with_a_new_head)
+        other.start()
+        other.join()
+        load_sentence_transformer(str(tiny_base_path))
+    with (
+        pytest.raises(DataError, match="ours lacks 2 weights of a BertForSequenceClassification"),
+        refusing_made_up("ours"),
+    ):
+        with_a_new_head()
+
+
+def test_positions_that_are_computed_may_be_missing(tmp_path):
+    config = MarianConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+    MarianModel(config).save_pretrained(tmp_path)
+    with refusing_made_up("ours"):
+        model = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(model, MarianModel)
+
+
+def test_what_adalora_counts_may_be_missing(tiny_st, tiny_base_path, tmp_path):
+    model = tiny_st()
+    config = peft.AdaLoraConfig(init_r=2, target_modules=["query"], total_step=10, tinit=1, tfinal=1)
+    model[0].model = peft.get_peft_model(model[0].model, config)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    body = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    if not Path(str(body["base_model_name_or_path"])).is_dir():
+        body["base_model_name_or_path"] = str(tiny_base_path)
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(body))
+    load_sentence_transformer(str(tmp_path / "adapter"))
 
 
 def test_evaluating_a_model_that_lacks_weights_is_wrong_input(run, run_main, golden, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -418,6 +419,53 @@ def test_a_composite_over_two_sets(run, golden, base_folder, make_golden):
     assert found.winner.score == pytest.approx(max(plain.values()))
     assert found.winner.step == max(plain, key=plain.get)
     assert found.objective == "objective"
+
+
+@pytest.mark.parametrize("options", [{"tied": True}, {"rule": "one-se"}, {"soup": True}])
+def test_a_set_that_was_finished_before_stays_so(run, golden, base_folder, make_golden, options):
+    """A candidate that was left with one set ranked whole and the other not, and is then asked for by another rule."""
+    folder, small = run(), make_golden(9, name="faq", n_documents=60, n_queries=20)
+    both = {"golden": [small, golden], "metric": {"faq/ndcg@10": 0.5, "dev/ndcg@10": 0.5}, "base": str(base_folder)}
+    select_checkpoint(folder, **both)
+    left = json.loads((folder / "selection.json").read_text())["candidates"].values()
+    assert any(list(entry["results"]) == ["faq"] for entry in left)
+    found = select_checkpoint(folder, **both, **options, exhaustive=True)
+    exact = select_checkpoint(folder, **both, **options, exhaustive=True, journal=folder / "anew.json")
+    assert [(row.name, row.score) for row in found.rows] == [(row.name, row.score) for row in exact.rows]
+
+
+def test_by_one_se_with_confirming_queries_a_bound_of_the_base_is_not_taken_for_its_score(
+    run, golden, base_folder, make_golden, monkeypatch
+):
+    def lowest(rule, best, contestants):
+        return min((c for c in contestants if not c.is_base), key=lambda c: c.bound)
+
+    asked, folder, confirm = [], run(), make_golden(5, name="test")
+    monkeypatch.setattr("fullrank.select._beaten", lambda base, winner: asked.append((winner.bound, base.bound)))
+    select_checkpoint(folder, golden, base=str(base_folder), confirm=confirm)
+    monkeypatch.setattr("fullrank.select.ruled", lowest)
+    select_checkpoint(folder, golden, base=str(base_folder), confirm=confirm)
+    assert all(winner <= base for winner, base in asked)
+    monkeypatch.setattr("fullrank.select.TOLERANCE", math.inf)
+    select_checkpoint(folder, golden, base=str(base_folder), confirm=confirm)
+    assert asked
+
+
+def test_a_choice_by_one_se_that_scored_lower_than_the_base_says_so(run, golden, base_folder):
+    found = select_checkpoint(run(), golden, base=str(base_folder), exhaustive=True)
+    lower = replace(found, improved=False, rule="one-se", base=replace(found.base, score=0.9))
+    assert choice_text(lower).startswith(
+        f"Chosen: {found.winner.name} by recall@1, the earliest within one standard error of the best. But the base "
+        f"model scored 0.9000 against its {found.winner.score:.4f}: --rule max names the best."
+    )
+
+
+def test_a_base_that_guards_need_and_that_has_no_weights_is_wrong_input(run, golden, base_folder, tmp_path):
+    base = shutil.copytree(base_folder, tmp_path / "bare")
+    (base / "model.safetensors").unlink()
+    (base / "modules.json").unlink()
+    with pytest.raises(DataError, match="holds no weights"):
+        select_checkpoint(run(), golden, base=str(base), guards=[Guard(golden, "ndcg@10", 0.02)])
 
 
 def test_soup_is_the_mean_of_the_tied_and_one_more_candidate(run, golden, base_folder):

@@ -136,7 +136,8 @@ class Contestant:
 
         def first_bounds() -> None:
             for name, golden in self.ring.golden.items():
-                self._open(name, golden)
+                if name not in self.results and name not in self._sessions:
+                    self._open(name, golden)
 
         self._guarded(first_bounds)
 

@@ -127,6 +127,11 @@ def choice_text(selection: Selection) -> str:
 
 def _base_stays(winner: Row, selection: Selection) -> str:
     """Returns the sentence of a selection that chose nothing better than the base."""
+    if selection.base is not None and not winner.is_that_of(selection.base):  # by the rule `one-se`
+        return (
+            f"Chosen: {winner.name} by {selection.objective}{_rule(selection)}. But the base model scored "
+            f"{selection.base.score or 0.0:.4f} against its {winner.score:.4f}: --rule max names the best."
+        )
     others = [row for row in selection.rows if not row.is_that_of(winner)]
     scored = [row for row in others if row.status != "failed"]
     if not scored:

@@ -31,6 +31,8 @@ ADAPTER_INSIDE = (
     "no loader finds them again. Train model[0].model = get_peft_model(model[0].model, config)"
 )
 _PATCHED = threading.RLock()
+COMPUTED = ("pooler", ".ranknum.")
+"""Parts of names of parameters that files may lack: sentence-transformers has no use for a pooler, AdaLoRA counts."""
 
 
 def load_sentence_transformer(source: str, *, adapter_follows: bool = False) -> Any:
@@ -77,7 +79,8 @@ def refusing_made_up(source: str, *, adapter_follows: bool = False) -> Iterator[
 
     transformers alone knows how names in files and in a model correspond, and tells only who calls ``from_pretrained``:
     sentence-transformers does, and does not pass it on, so the method is wrapped while this lasts. A pooler may be
-    missing, as BERT's is after most trainings: sentence-transformers does not use it.
+    missing, as BERT's is after most trainings: sentence-transformers does not use it. So may what is computed and
+    never trains (sinusoidal positions). Loads in other threads are not looked at.
 
     Args:
         source: of the model, for the message.
@@ -89,12 +92,15 @@ def refusing_made_up(source: str, *, adapter_follows: bool = False) -> Iterator[
     from transformers import PreTrainedModel
 
     faults: list[str] = []
+    thread = threading.get_ident()
     with _PATCHED:
         method = PreTrainedModel.__dict__["from_pretrained"]
 
         def recorded(kind: type[Any], /, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-            model, info = method.__func__(kind, *args, output_loading_info=True, **options)
-            if not (adapter_follows and getattr(model, "_hf_peft_config_loaded", False)):
+            model, info = method.__get__(None, kind)(*args, output_loading_info=True, **options)
+            if threading.get_ident() == thread and not (
+                adapter_follows and getattr(model, "_hf_peft_config_loaded", False)
+            ):
                 faults.extend(_made_up(model, info))
             return (model, info) if output_loading_info else model
 
@@ -109,12 +115,18 @@ def refusing_made_up(source: str, *, adapter_follows: bool = False) -> Iterator[
 
 def _made_up(model: nn.Module, info: dict[str, Any]) -> list[str]:
     """Returns what is to be said of the parameters that a model's files lack; nothing where they lack none."""
-    weights = {name for name, _ in model.named_parameters() if "pooler" not in name}
-    lost = sorted(weights.intersection(info["missing_keys"]))
+    adapter = getattr(model, "_hf_peft_config_loaded", False)
+    lost = sorted(
+        name
+        for name, value in model.named_parameters()
+        if name in info["missing_keys"]
+        and not any(part in name for part in COMPUTED)
+        and (value.requires_grad or adapter)  # with an adapter all others are frozen
+    )
     if not lost:
         return []
     shown = first_few(lost, n=3)
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if adapter:
         return [f"is an adapter of which transformers does not find {len(lost)} weights, and makes them up: {shown}"]
     inside = any("lora_" in name or ".base_layer." in name for name in info["unexpected_keys"])
     text = f"lacks {len(lost)} weights of a {type(model).__name__}, which would be made up at random: {shown}"

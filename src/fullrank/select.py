@@ -22,7 +22,7 @@ from fullrank.metrics import Metric, TieRule
 from fullrank.modelfiles import fingerprint
 from fullrank.objective import Objective, metrics_needed, named_sets
 from fullrank.ring import Ring
-from fullrank.selecting import Rule, in_question, race, ruled, settle
+from fullrank.selecting import TOLERANCE, Rule, in_question, race, ruled, settle
 from fullrank.selection import BASE, SOUP, Selection, SelectionJournal
 from fullrank.settings import DEFAULT_METRICS, refuse_no_count, refuse_unknown
 from fullrank.standings import standings, tied_group
@@ -141,8 +141,10 @@ def select_checkpoint(
                     contestants.append(cooked)
                     best = race(contestants, question, exhaustive=exhaustive)
             p_at_most = None
-            if best is not None and known_base is not None and confirm is None:
-                p_at_most = _beaten(known_base, ruled(rule, best, contestants))
+            if best is not None and known_base is not None:
+                winner = ruled(rule, best, contestants)
+                if confirm is None or winner.bound <= known_base.bound + TOLERANCE:  # else the confirming queries tell
+                    p_at_most = _beaten(known_base, winner)
         finally:
             ring.flush(now=True)  # also where it is interrupted
         return standings(
@@ -214,7 +216,10 @@ def _settings(
     start = _start(found)
     folder = start.path if start is not None else Path(source).expanduser() if source is not None else None
     # The floors of guards are the base's scores.
-    floor = fingerprint(folder) if guards and folder is not None and folder.is_dir() else source
+    try:
+        floor = fingerprint(folder) if guards and folder is not None and folder.is_dir() else source
+    except OSError as error:
+        raise DataError(f"the base model cannot be read, with which guards compare: {error}") from error
     return {
         "data": {name: golden.fingerprint() for name, golden in sets.items()},
         "objective": [[name, str(metric), weight] for name, metric, weight in objective.terms],
