@@ -218,6 +218,21 @@ def make_golden():
     return make
 
 
+@pytest.fixture
+def not_ours(monkeypatch):
+    """Checkpoint-4 of a run cannot be deleted."""
+    from fullrank import keeping
+
+    real = keeping.shutil.rmtree
+
+    def fails(path, *args, **options):
+        if path.name == "checkpoint-4":
+            raise PermissionError("not yours")
+        real(path, *args, **options)
+
+    monkeypatch.setattr(keeping.shutil, "rmtree", fails)
+
+
 @pytest.fixture(scope="session")
 def tiny_base_path(tmp_path_factory, tiny_bert_path) -> Path:
     """Folder of a SentenceTransformer with the tiny BERT and mean pooling."""

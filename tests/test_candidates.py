@@ -16,8 +16,9 @@ from fullrank import candidates, evaluate, select_checkpoint
 from fullrank._errors import DataError, EvaluationError
 from fullrank.candidates import Loader, save_loaded
 from fullrank.discover import discover
+from fullrank.modelfiles import EXTRA
 from fullrank.models import load_sentence_transformer, refusing_made_up
-from fullrank.weights import EXTRA, load_weights
+from fullrank.weights import load_weights
 from training import LORA, make_trainer, write_beir
 
 peft = pytest.importorskip("peft")

@@ -155,17 +155,7 @@ def test_the_table_is_there_although_the_copy_fails(run_main, folder, data, tmp_
     assert sorted(folder.glob("checkpoint-*")) == before
 
 
-def test_json_names_what_was_deleted(run_main, folder, data, monkeypatch):
-    from fullrank import keeping
-
-    real = keeping.shutil.rmtree
-
-    def fails(path, *args, **options):
-        if path.name == "checkpoint-4":
-            raise PermissionError("not yours")
-        real(path, *args, **options)
-
-    monkeypatch.setattr(keeping.shutil, "rmtree", fails)
+def test_json_names_what_was_deleted(run_main, folder, data, not_ours):
     options = ["--data", data, "--split", "dev", "--keep-best", 1, "--delete", "--json"]
     code, out, err = run_main("select", folder, *options)
     body = json.loads(out)

@@ -22,10 +22,10 @@ from fullrank._files import weights_as_files
 from fullrank._optional import require
 from fullrank.discover import Candidate
 from fullrank.encode import Adapter
-from fullrank.modelfiles import ADAPTER, ADAPTER_CONFIG, settled, shaping_files
+from fullrank.modelfiles import ADAPTER, ADAPTER_CONFIG, EXTRA, settled, shaping_files
 from fullrank.models import bare_backbone, is_gone, load_sentence_transformer
 from fullrank.shells import Shell, adapter_layers, names_below
-from fullrank.weights import EXTRA, load_weights
+from fullrank.weights import load_weights
 
 __all__ = ["Loader", "backbone_folder", "refuse_gone", "save_loaded"]
 

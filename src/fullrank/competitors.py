@@ -73,7 +73,7 @@ class Rivals:
                 stakes[query] -= lost
                 others = slice(*self._by_query.indptr[query : query + 2])
                 harm[self._by_query.indices[others]] -= lost * self._by_query.data[others]
-            harm[taken] = 0.0
+            harm[worst] = 0.0  # what others take from now on only lowers it
         return self.docs[taken]
 
 

@@ -18,6 +18,7 @@ from fullrank.modelfiles import (
     ADAPTER,
     ADAPTER_CONFIG,
     CHECKPOINT,
+    EXTRA,
     MODULES,
     STATE,
     STEP,
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["model", "adapter"]
 Origin = Literal["store", "checkpoint", "folder", "base", "soup"]
-_EXTRA = "extra.safetensors"
 _PREFERENCE = ("store", "checkpoint", "folder")
 
 
@@ -255,8 +255,8 @@ def _same_weights(one: Candidate, other: Candidate) -> bool:
         return False
     try:
         ours, theirs = (_sized(c) for c in (one, other))
-        if _EXTRA not in ours:  # the trainer writes none beside the adapter that fullrank's store holds with it
-            theirs.pop(_EXTRA, None)
+        if EXTRA not in ours:  # the trainer writes none beside the adapter that fullrank's store holds with it
+            theirs.pop(EXTRA, None)
         return (
             ours.keys() == theirs.keys()
             and all(ours[n][0] == theirs[n][0] and filecmp.cmp(ours[n][1], theirs[n][1], shallow=False) for n in ours)

@@ -18,10 +18,9 @@ from fullrank.candidates import Loader, backbone_folder, save_loaded
 from fullrank.card import card_section, with_section
 from fullrank.discover import inspect_folder
 from fullrank.encode import as_encoder
-from fullrank.modelfiles import ADAPTER_CONFIG
+from fullrank.modelfiles import ADAPTER_CONFIG, EXTRA
 from fullrank.models import load_sentence_transformer
 from fullrank.selection import BASE, SOUP, Row, Selection
-from fullrank.weights import EXTRA
 
 __all__ = ["hand_over"]
 

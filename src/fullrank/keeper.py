@@ -18,11 +18,12 @@ from fullrank.encode import Precision
 from fullrank.hooks import TrainerLink
 from fullrank.isolate import undisturbed
 from fullrank.journal import result_name
+from fullrank.modelfiles import EXTRA
 from fullrank.objective import Objective, pool_name
 from fullrank.plan import EvaluationPlan
 from fullrank.result import Result
 from fullrank.store import BestStore, Stored
-from fullrank.weights import EXTRA, check_folder, complete_extra, load_probe, load_weights, save_probe, save_weights
+from fullrank.weights import check_folder, complete_extra, load_probe, load_weights, save_probe, save_weights
 
 __all__ = ["Keeper"]
 

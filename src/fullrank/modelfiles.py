@@ -17,6 +17,7 @@ from fullrank._errors import DataError
 __all__ = [
     "ADAPTER",
     "ADAPTER_CONFIG",
+    "EXTRA",
     "MODULES",
     "STATE",
     "adapter_config",
@@ -41,6 +42,8 @@ ADAPTER, ADAPTER_CONFIG, MODULES, STATE = (
     "modules.json",
     "trainer_state.json",
 )
+EXTRA = "extra.safetensors"
+"""What trained beside an adapter, in folders that fullrank writes."""
 STEP = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d{1,15})(?:\.\d+)?")
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 STORE = Path("fullrank") / "best"

@@ -26,6 +26,7 @@ from fullrank.adapters import (
     lost_elsewhere,
     move_active_up,
 )
+from fullrank.modelfiles import EXTRA
 from fullrank.models import refusing_made_up
 from fullrank.wrappers import outermost
 
@@ -41,7 +42,6 @@ __all__ = [
     "stored_modules",
 ]
 
-EXTRA = "extra.safetensors"
 PROBE = "probe.safetensors"
 _LOSS = "loss."
 
